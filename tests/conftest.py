@@ -1,4 +1,4 @@
-"""Options, what is run of the suite with each, fixtures, and what is shown when it ends."""
+"""Options, which tests run with each, fixtures, and the final summary."""
 
 import functools
 import os
@@ -23,17 +23,17 @@ from common.errors import InputError
 from interop.formats.to_universal import RELEASE
 from interop.museum import installed
 
-# The files that take minutes begin, so that of two processes none is left alone with one of them.
+# The files that take minutes go first, so that neither of two processes is left alone with one at the end.
 LONG = ("test_equivalence", "test_runs", "test_notebooks", "test_commands")
 
-MOST_ON_A_GPU = 4  # ranks that share one: more take hours
+MOST_ON_A_GPU = 4  # ranks that share one GPU: more take hours
 
-PRECISIONS_OF = defaultdict(list)  # a cell without a precision -> those in which it is trained
+PRECISIONS_OF = defaultdict(list)  # a cell without its precision -> the precisions in which it is trained
 for trained in CELLS:
     PRECISIONS_OF[replace(trained, precision="")].append(trained.precision)
 
 if torch.cuda.is_available():
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another order of additions
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS may change the order of additions
 
 
 def pytest_runtest_setup(item):
@@ -52,7 +52,7 @@ def worlds(request):
 
 @pytest.fixture
 def world(worlds, request):
-    """A test that takes it runs on every rank of a world, of 2 ranks or of as many as its mark `ranks` says."""
+    """A test that takes this fixture runs on every rank of a world: 2 ranks, or as its mark `ranks` says."""
     return worlds(request.param)
 
 
@@ -67,14 +67,14 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.fixture(scope="session")
 def baseline_worlds(request, worlds):
-    """Where baselines run: apart from an engine that --engine names, as it may change what torch does in its ranks."""
+    """Worlds for baselines, apart from those of an engine that --engine names, which may change torch in its ranks."""
     pool = Worlds() if request.config.getoption("--engine") else worlds
     yield pool
     pool.close()
 
 
 def log_of(engine):
-    """What the ranks of an engine that --engine names print goes there."""
+    """Where the ranks of an engine that --engine names print."""
     return LOCAL / "scores" / f"{engine.replace(':', '.')}.log"
 
 
@@ -87,7 +87,7 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """What tests run over that say no more.
+    """The default parameters of tests.
 
     `engine` runs over the stages, over offload in the matrix, over what is marked `seven`; or --engine names it.
     `stage` runs over the stages, `name` over all engines; `world` over as many ranks as the mark says.
@@ -107,7 +107,7 @@ def pytest_generate_tests(metafunc):
 
 
 def names_of(mark):
-    """The arguments that a mark `parametrize` gives."""
+    """The argument names of a mark `parametrize`."""
     return mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
 
 
@@ -116,7 +116,7 @@ def pytest_configure(config):
     if engine:
         try:
             made = find_engine(engine)
-            if hasattr(made, "answer"):  # an adapter of tests/courses: is there a student's file?
+            if hasattr(made, "answer"):  # an adapter of tests/courses: raises if the student's file is missing
                 made.answer()
         except InputError as error:
             raise pytest.UsageError(str(error)) from None
@@ -126,7 +126,7 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With --engine only what is about any engine: the other files need packages that these do not."""
+    """With --engine collect only `any_engine/`: the other files need further packages."""
     others = (
         collection_path.parent == config.rootpath / "tests"
         and collection_path.is_dir()
@@ -136,10 +136,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --engine only what is about any engine; of that, with --quick, a sample.
+    """With --engine keep only tests of any engine, with --quick a sample of them.
 
-    Offload is stage 2 or 3 in another place: a sample does for it too, and stages take turns at precisions; but for a
-    record and `make test-all`.
+    Offload is stage 2 or 3 in another place, so a sample suffices for it, and stages take turns at precisions; a
+    record and `make test-all` run everything.
     """
     sampled = not config.getoption("--record") and "not exhaustive" in config.option.markexpr
     alone = config.getoption("--engine")
@@ -160,12 +160,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def is_late(item):
-    """Whether a test trains on late lanes, which are threads: they know no stream of a GPU."""
+    """Whether a test trains on late lanes, which are threads and have no GPU streams."""
     return hasattr(item, "callspec") and item.callspec.params.get("lane") is not None
 
 
 def ranks_of(item):
-    """The ranks of a test's world, as far as its parameters say."""
+    """The world size of a test, if its parameters tell."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     cell = given.get("cell", given.get("crossing"))
     sizes = [getattr(cell, "world_size", 1), *(given.get(name) for name in ("world", "size", "world_size"))]
@@ -191,9 +191,9 @@ def is_of_offload(item):
 
 
 def in_turn(item):
-    """Whether an engine trains a cell: of crossings one engine each, of cells two stages in turn, in one precision.
+    """Whether an engine trains a cell: one engine takes each crossing, two stages in turn each cell, in one precision.
 
-    That is, each model at each size and each option, while the next stage but one takes the next precision.
+    So each model meets each size and each option; the stage after next takes the next precision.
     """
     how = item.callspec.params if hasattr(item, "callspec") else {}
     if "crossing" in how:
@@ -207,7 +207,7 @@ def in_turn(item):
 
 
 def is_quick(item):
-    """Whether a test is in the sample: a cell of `QUICK`, or what counts bytes at 2 ranks in fp32."""
+    """Whether a test is in the sample: a cell of `QUICK`, or a count of bytes at 2 ranks in fp32."""
     how = item.callspec.params
     if "cell" in how or "crossing" in how:
         return how.get("cell", how.get("crossing")) in QUICK
@@ -223,7 +223,7 @@ def browser():
 
 @pytest.fixture(scope="session")
 def deepspeed_place():
-    """The folder of the real DeepSpeed, which takes the package index; without it the test is skipped."""
+    """The folder of the real DeepSpeed, installed from the package index; without it the test is skipped."""
     try:
         return installed(RELEASE, LOCAL / "museum")
     except InputError as error:
@@ -249,14 +249,14 @@ RECORDERS = (EQUIVALENCE, SCORE, REDUCTION)
 
 
 def pytest_sessionfinish(session):
-    """One of several processes hands on what its tests have recorded."""
+    """In a worker process, pass on what its tests recorded."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["recorded"] = pickle.dumps([recorder.recorded() for recorder in RECORDERS])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Take over what one of several processes has recorded. The tests of a file run in one."""
+    """Take over what a worker process recorded. The tests of a file run in one worker."""
     found = getattr(node, "workeroutput", {}).get("recorded")
     for recorder, recorded in zip(RECORDERS, pickle.loads(found), strict=True) if found else ():
         recorder.take_over(recorded)

@@ -1,4 +1,4 @@
-"""The commands, as a user types them: what they print and write, and one line for what they cannot use."""
+"""The commands, as a user types them: what they print and write, and the one-line message for bad input."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ from offload.__main__ import add_own
 
 
 def written(path, *arguments):
-    """What a command prints, and what it writes to a path."""
+    """A command's output, and the file that it writes to a path."""
     done = run("-m", *arguments, "--oversubscribe", "--json", path)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
@@ -102,7 +102,7 @@ def test_compare_promises_no_bits_where_nccl_adds_in_an_order_of_its_own(world):
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(world, no_sync):
-    """Plain SGD shows the gradient."""
+    """With plain SGD the step shows the gradient."""
     ends = []
     for micro_batches in (1, 4):
         engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
@@ -142,7 +142,7 @@ sys.stderr.write("the training goes on")
 
 
 @pytest.mark.parametrize("reader", ["has few letters", "has gone", "has no room"])
-def test_what_nobody_can_read_ends_no_training(reader):
+def test_output_that_nobody_can_read_ends_no_training(reader):
     reads, writes = os.pipe()
     if reader == "has gone":
         os.close(reads)
@@ -156,8 +156,8 @@ def test_what_nobody_can_read_ends_no_training(reader):
     assert (said.returncode, said.stderr.decode()) == (0, note + "the training goes on")
 
 
-def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")  # of a torchrun that is not there
+def test_an_error_is_shown_whatever_rank_the_environment_claims(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")  # as if under torchrun
     with pytest.raises(SystemExit), outputs.one_line_errors():
         raise InputError("give another")
     assert capsys.readouterr().err == "error: give another\n"
@@ -181,7 +181,7 @@ def test_bad_input_gets_one_line_and_exit_status_2(module, options, capfd, monke
 
 
 @pytest.mark.parametrize("module", ["lab.readme", "course.exercises"])
-def test_an_argument_that_there_is_not_writes_nothing(module, capsys, monkeypatch):
+def test_an_unknown_argument_writes_nothing(module, capsys, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("it writes"))
     with pytest.raises(SystemExit) as exit:
         importlib.import_module(module).main(["--nope"])

@@ -1,4 +1,4 @@
-"""Text generation: the same from every stage and on every rank, from sharded weights, and it disturbs nothing."""
+"""Text generation: the same from every stage and on every rank, from sharded weights, without disturbing training."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_every_stage_and_rank_generates_the_same_text_and_trains_on_undisturbed(
 
 
 def test_what_was_learnt_is_continued_and_the_seed_decides_between_likely_bytes(world):
-    """A line by heart, asked for at several temperatures."""
+    """A memorized line, sampled at several temperatures."""
     engine = make_engine("stage3_param")
     line = torch.tensor(list(b"abcdefgh" * 3))
     inputs, targets = line[None, :16].to(world.device), line[None, 1:17].to(world.device)

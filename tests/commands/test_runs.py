@@ -1,4 +1,4 @@
-"""Runs that survive: stopped, killed or ended, they go on to the bits of a run that nothing happened to."""
+"""Runs that survive: stopped, killed or ended, they resume and end with the bits of an undisturbed run."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ def command(engine, *options, torchrun=()):
 
 
 def finished(engine, *options, **how):
-    """Run a training to its end; return what it printed."""
+    """Run a training to its end; return its output."""
     done = run(*command(engine, *options, **how))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,7 +41,7 @@ def finished(engine, *options, **how):
 
 @contextlib.contextmanager
 def begun(folder, engine, *options, **how):
-    """A training in the background, once it has saved for the first time."""
+    """A background training that has saved for the first time."""
     full = [sys.executable, *command(engine, *options, "--save", folder, "--save-every", 1, **how)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(full, cwd=ROOT, text=True, start_new_session=True, **pipes)
@@ -49,9 +49,9 @@ def begun(folder, engine, *options, **how):
         wait_for(lambda: runs.complete(folder))
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):  # ranks hold the pipes, too
+        with contextlib.suppress(ProcessLookupError):  # ranks hold the pipes open, too
             os.killpg(process.pid, signal.SIGKILL)
-        subprocess.run(["pkill", "-KILL", "-f", str(folder)], check=False)  # torchrun's are in sessions of their own
+        subprocess.run(["pkill", "-KILL", "-f", str(folder)], check=False)  # torchrun's ranks have their own sessions
         process.communicate()
 
 
@@ -63,9 +63,9 @@ def ranks_of(torchrun):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """`undisturbed(ranks, steps)`: how stage 0 ends on one node, without a checkpoint: weights' digest, losses.
+    """`undisturbed(ranks, steps)`: stage 0's weights' digest and losses on one node, without a checkpoint.
 
-    (How many threads a rank has decides on bits as well.)
+    (The number of threads per rank affects the bits, too.)
     """
 
     @functools.cache
@@ -78,11 +78,11 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on_to_the_same_bits(tmp_path, undisturbed, number):
+def test_a_stopped_run_saves_says_where_and_resumes_to_the_same_bits(tmp_path, undisturbed, number):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--nproc", 2, "--steps", 150)
     with begun(folder, "stage2_grad", *options) as run:
-        (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)  # Ctrl-C reaches all of a terminal's
+        (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)  # Ctrl-C reaches a terminal's whole group
         said, complaints = run.communicate(timeout=60)
     step = max(runs.complete(folder))
     assert (run.returncode, complaints) == (0, "")
@@ -108,7 +108,7 @@ def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
 
 @pytest.fixture
 def nodes(capfd):
-    """Two nodes of this machine; what their ranks print does not show."""
+    """Two nodes on this machine; their ranks' output is hidden."""
     with TwoNodes() as two:
         yield two
 
@@ -130,7 +130,7 @@ def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, un
     with nodes.started("stage3_param", *TRAINING, *map(str, options), "--save-every", "1") as running:
         wait_for(lambda: runs.complete(folder))
         nodes.kill(1)
-        assert running[0].wait(60) != 0  # the other node does not wait for ever
+        assert running[0].wait(60) != 0  # the other node does not wait forever
     assert max(runs.complete(folder)) < 50
     across(nodes, "stage3_param", *options)
     assert result(path) == undisturbed(4, 50)
@@ -148,7 +148,7 @@ def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, undisturbe
     assert result(path) == undisturbed(4, 50)
 
 
-# ---- without a command of their own ---------------------------------------------------------------------------------
+# ---- in the tests' own ranks ----------------------------------------------------------------------------------------
 
 
 def options_of(*arguments):
@@ -159,7 +159,7 @@ def options_of(*arguments):
 
 
 def trained(world, engine, *arguments, **changed):
-    """Train a run; return the digest of its weights, and the losses."""
+    """Train a run; return its weights' digest and its losses."""
     options = options_of(*arguments)
     vars(options).update(changed)
     row, _, _ = train.train(world, engine, options)
@@ -167,7 +167,7 @@ def trained(world, engine, *arguments, **changed):
 
 
 def refusal(world, *arguments, engine="stage1_os", **changed):
-    """What a training of two steps says that is refused."""
+    """The message with which a training of two steps is refused."""
     return message_of(trained, world, engine, "--steps", 2, *arguments, **changed)
 
 
@@ -178,11 +178,11 @@ def test_a_run_goes_on_in_another_engine(worlds, tmp_path, first, then):
     assert worlds(2).run(trained, first, *folder, "--save-every", 4)[0] == expected
     runs.remove(runs.place(tmp_path, 6))
     assert worlds(2).run(trained, then, *folder, "--resume")[0] == expected
-    assert worlds(3).run(trained, first, *folder, "--resume")[0] == expected  # nothing was left to do
+    assert worlds(3).run(trained, first, *folder, "--resume")[0] == expected  # no step was left
 
 
 def draws(world, folder):
-    """What a rank draws when a run has ended."""
+    """The random numbers that a rank draws after a run."""
     trained(world, "stage1_os", "--steps", 2, "--save", folder, "--resume")
     return tuple(torch.rand(4).tolist())
 
@@ -200,10 +200,10 @@ def test_the_newest_stay_and_remnants_go(world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008", "step-00000009"]
 
 
-OTHER_RUNS = {  # another run's options: what is said
+OTHER_RUNS = {  # another run's options: the message
     "": "holds a run that has come to step 2: --resume goes on with it",
     "--resume --lr 0.5": "is of a run with --lr 0.001, this has 0.5",
-    "--resume --steps 1": "is of a run with --steps 2, this has 1",  # where the rate is to be 0
+    "--resume --steps 1": "is of a run with --steps 2, this has 1",  # the step at which the rate reaches 0
     "--resume --steps 4": "is of a run with --steps 2, this has 4",
     "--resume --model mlp": "parameter",
 }
@@ -216,7 +216,7 @@ def test_a_folder_of_another_run_is_refused(world, tmp_path):
         assert os.listdir(tmp_path) == ["step-00000002"]
 
 
-def test_without_an_end_of_the_rate_a_run_may_take_more_steps_and_no_fewer(world, tmp_path):
+def test_at_a_constant_rate_a_run_may_take_more_steps_but_not_fewer(world, tmp_path):
     steady = functools.partial(trained, world, "stage1_os", cosine=False)
     expected = steady("--steps", 4)
     steady("--steps", 2, "--save", tmp_path)
@@ -248,7 +248,7 @@ def test_ranks_agree_on_every_option(world):
 
 
 def test_nodes_may_have_cores_of_their_own(world):
-    """What is given by default may differ between nodes."""
+    """Defaults may differ between nodes."""
     trained(world, "stage1_os", "--steps", 2, nproc=1 + world.rank)
 
 
@@ -315,7 +315,7 @@ def test_ranks_that_a_killed_torchrun_left_are_owners_too(worlds, tmp_path):
         for rank in left:
             os.kill(rank, signal.SIGKILL)
     said = worlds(2).run(refusal, "--save", tmp_path)
-    assert all("holds a run that has come to step" in one for one in said)  # a dead owner has lost it
+    assert all("holds a run that has come to step" in one for one in said)  # a dead owner loses the folder
 
 
 def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(world, tmp_path):
@@ -333,7 +333,7 @@ CALLS += [("os.listdir", 1), ("pathlib.Path.iterdir", 0), ("pathlib.Path.iterdir
 
 
 @pytest.mark.parametrize(("call", "rank"), CALLS)
-def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(world, tmp_path, call, rank):
+def test_every_rank_reports_what_one_rank_is_refused_in_the_folder(world, tmp_path, call, rank):
     denied = mock.patch(call, side_effect=PermissionError(errno.EACCES, "Permission denied"))
     with denied if world.rank == rank else contextlib.nullcontext():
         said = refusal(world, "--save", tmp_path)
@@ -341,7 +341,7 @@ def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(world, tmp_path
     assert refusal(world, "--save", tmp_path) is None
 
 
-def test_a_trace_that_rank_0_cannot_write_is_told_by_all(world, tmp_path):
+def test_every_rank_reports_a_trace_that_rank_0_cannot_write(world, tmp_path):
     path = tmp_path / "trace.json"
     full = mock.patch("pathlib.Path.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with full if world.rank == 0 else contextlib.nullcontext():
@@ -350,13 +350,13 @@ def test_a_trace_that_rank_0_cannot_write_is_told_by_all(world, tmp_path):
 
 
 def notes(world, folder):
-    """Train, and return what rank 0 says of checkpoints that it cannot clear away."""
+    """Train; return rank 0's messages about checkpoints that it cannot remove."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         trained(world, "stage1_os", "--steps", 5, "--save", folder, "--save-every", 1, "--keep", 1)
     return said.getvalue()
 
 
-def test_what_is_no_part_of_a_checkpoint_is_never_removed_and_ends_no_run(worlds, tmp_path):
+def test_foreign_files_are_never_removed_and_end_no_run(worlds, tmp_path):
     for number, name in enumerate([".nfs0001", "notes.txt", "folder/within"], start=1):
         foreign = tmp_path / f"step-{number:08}" / name
         foreign.parent.mkdir(parents=True)

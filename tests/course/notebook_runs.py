@@ -1,4 +1,4 @@
-"""The notebooks as they are stored, and as they run: what runs is a copy in memory, by default a shorter one."""
+"""The notebooks as they are stored, and as they run: a copy in memory runs, by default a shorter one."""
 
 import functools
 import re
@@ -31,12 +31,12 @@ for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
     questions.stage_and_ranks(choice)
 """
 
-# Cells that ask something, by their ids; where they leave the answer open; and what has the form of none.
+# Cells that ask a question, by id; the open answer in them; and values in the form of no answer.
 ASKS = ("question-", "exercise-", "factor")
 OPEN = re.compile(r"(return|=|:) None\b")
 UNFIT = ("'text'", "{...}", "(8, 'text')", "[[]]", "float('nan')", "print")
 
-# Run before anything is drawn: a figure says what its axes are, by a label or by names along them.
+# Run before anything is drawn: every axis must have a label, or names along it.
 LABELLED = """
 def _names(axis):
     return axis.get_label_text() or any(c.isalpha() for tick in axis.get_ticklabels() for c in tick.get_text())
@@ -54,7 +54,7 @@ def _show_labelled(alt, show=show):
 show = _show_labelled
 """
 
-# What takes long and shows nothing more is less by default: {notebook: [(what a cell says, what it says then)]}.
+# Shortened by default, as the rest takes long and shows no more: {notebook: [(a cell's text, its replacement)]}.
 SHORTER = {
     "00_start_here": [("RANKS = 4 ", "RANKS = 2 "), ("--steps 12 ", "--steps 5 ")],
     "05_throughput": [("ROUNDS = 8 ", "ROUNDS = 3 "), ("STEPS = 40", "STEPS = 8"), ("settings, 7)", "settings, 4)")],
@@ -70,7 +70,7 @@ def read(path):
 
 @functools.cache
 def executed(path, shorter):
-    """A notebook after its last cell, run once for all tests of a process."""
+    """A notebook after its last cell, run once per process."""
     notebook = read(path)
     for told, less in SHORTER.get(path.stem, []) if shorter else []:
         (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and told in cell.source]
@@ -84,13 +84,13 @@ def executed(path, shorter):
 
 
 def unfit(question):
-    """A cell that answers a question's cell in forms that it does not ask for, one after the other."""
+    """A cell that gives a question's cell answers in wrong forms, one after the other."""
     asked = [OPEN.sub(rf"\1 {answer}", question.source) for answer in UNFIT]
     return nbformat.v4.new_code_cell("\n\n\n".join(asked), id=f"unfit-{question.id}")
 
 
 def said(path, cell):
-    """What a cell of the executed notebook prints."""
+    """What a cell of the executed notebook printed."""
     (found,) = [each for each in executed(path, True).cells if each.id == cell]
     return printed(found)
 

@@ -1,4 +1,4 @@
-"""What students hand in, by name: an engine with other lines in some methods, and the idea that its answer names."""
+"""Students' submissions, by name: an engine with some methods' lines replaced, and the idea that its answer names."""
 
 import ast
 import tomllib
@@ -14,14 +14,14 @@ EXERCISE = {exercise.path.stem: exercise for exercise in ALL}
 
 @dataclass(frozen=True)
 class Submission:
-    """A file of a student.
+    """A student's file.
 
     Attributes:
         stem: of the file: stage1, or another exercise.
-        idea: what the answer is about, a key of hints.toml; "" for a submission that passes.
-        name: what is done.
-        parts: {method: its lines}; or {"file": all of it}, {"below": what stands below the engine's text}.
-        typical: it runs by default, and the others where all is tried.
+        idea: the subject of the answer, a key of hints.toml; "" for a submission that passes.
+        name: what it does.
+        parts: {method: its lines}; or {"file": the whole text}, {"below": text below the engine's}.
+        typical: it runs by default; the others only in `make test-all`.
     """
 
     stem: str
@@ -38,7 +38,7 @@ class Submission:
         return EXERCISE[self.stem]
 
     def write(self, folder):
-        """The file, in a folder."""
+        """Write the file to a folder."""
         file = folder / self.exercise.path.name
         methods = dict(self.parts)
         whole, below = methods.pop("file", None), methods.pop("below", "")
@@ -48,18 +48,18 @@ class Submission:
 
 
 def changed(exercise, parts):
-    """An engine's text with other lines in some methods, below their docstrings."""
+    """An engine's text with some methods' lines replaced, below their docstrings."""
     text = exercise.engine.read_text()
     lines = text.splitlines()
     methods = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-    for method, body in sorted(parts.items(), key=lambda part: -methods[part[0]].lineno):  # from below
+    for method, body in sorted(parts.items(), key=lambda part: -methods[part[0]].lineno):  # bottom up
         written = [f"        {line}" for line in body.splitlines()]
         lines[methods[method].body[0].end_lineno : methods[method].end_lineno] = written
     return "\n".join(lines)
 
 
 def filled(exercise, parts):
-    """An engine's text with other lines in the place of some parts."""
+    """An engine's text with some parts' lines replaced."""
     text = exercise.solution
     for method, body in parts.items():
         methods, lines = methods_of(text)
@@ -86,5 +86,5 @@ SUBMISSIONS = (*read(), Submission("overlap", "waited for at once", "as it is gi
 
 
 def within(worlds):
-    """`run` of ranks, as the grader takes it, within the grader's own limits."""
+    """The `run` of a world's ranks that the grader expects, within the grader's own limits."""
     return lambda ranks, *call, timeout: LocalWorld.run(worlds(ranks), *call, timeout=timeout)

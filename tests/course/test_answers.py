@@ -1,4 +1,4 @@
-"""Questions of the pages: right answers are taken, open ones are told so, and typical wrong ones get their hint."""
+"""The pages' questions: right answers are accepted, open ones are reported, typical wrong ones get their hint."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from course.pages import hosts, memory, rounding, scaling, wire
 from lab import capacity
 from lab.plan.formulas import Shape
 
-# ---- what answers are held against --------------------------------------------------------------------------------
+# ---- what answers are checked against -----------------------------------------------------------------------------
 
 N, M = 4, 4e6
 RING = [[3.001e6 * (to == (rank + 1) % N) for to in range(N)] for rank in range(N)]
@@ -33,17 +33,17 @@ OFFLOADED = {  # a step of 100 parameters on 2 ranks, in 16-bit, with a little p
     "moved": {"to_host": {"backward": 100}, "to_device": {"step": 100}},
 }
 ON_DISK = {"parameters": 100, "moved": {"read": {"forward": 200, "step": 720}, "write": {"step": 815}}}
-READS = [0, 1, 2, 3, 3, 4, 5, 6]  # of a training whose first 3 updates are exact
+READS = [0, 1, 2, 3, 3, 4, 5, 6]  # by a training whose first 3 updates are exact
 COUNTED = {"numel": 484_416, "out": 308_604, "held": 2_423_060}  # of the four ranks of 10_zeropp
 IN_16_BIT = {stage: whole + cut / 3 for stage, (whole, cut) in rounding.HELD.items()}
 CAPACITY = json.loads((ROOT / "results" / "capacity_cpu.json").read_text())
-DEEPEST = {  # {stage: (ranks, room, layers)}
+DEEPEST = {  # {stage: (ranks, capacity, layers)}
     stage: (CAPACITY["world_size"], row["usable_bytes"], row["layers"])
     for row in CAPACITY["rows"]
     for stage, name in enumerate(STAGES)
     if (row["precision"], row["engine"]) == ("fp32", name)
 }
-BYTES = (lambda n: 16, lambda n: 8 + 8 / n, lambda n: 4 + 12 / n, lambda n: 16 / n)  # for each parameter, by stage
+BYTES = (lambda n: 16, lambda n: 8 + 8 / n, lambda n: 4 + 12 / n, lambda n: 16 / n)  # per parameter, by stage
 PER_LAYER = capacity.parameters(2) - capacity.parameters(1)
 EIGHT, ONE, SLOW = scaling.CASES
 SHAPE = Shape("made up", parameters=22.02e9, layers=10, rest=2.02e9)  # blocks of 2 B
@@ -87,7 +87,7 @@ def power_below(number):
     return 2.0 ** math.floor(math.log2(number))
 
 
-ASK = {  # a check, what it holds an answer against, and the right one
+ASK = {  # a check, its further arguments, and the right answer
     "sent": (wire.check_sent, (COUNTS, M), law),
     "multiple": (wire.check_multiple, (STEP, COUNTS, 3e6), 3),
     "leaving": (wire.check_leaving, ({"ring": RING, "point to point": DIRECT}, M), leaving),
@@ -103,7 +103,7 @@ ASK = {  # a check, what it holds an answer against, and the right one
     "placed": (hosts.check_placed, (2, OFFLOADED), lambda n: (2, 14 / n, 4 / n)),
     "tokens": (hosts.check_tokens, (HOSTS,), lambda seconds, flops: seconds * flops / 6),
     "reads": (hosts.check_reads, (3, READS), lambda i, w: i if i <= w else i - 1),
-    "rates": (hosts.check_rates, (), [2, 1]),  # a list is taken as a tuple is
+    "rates": (hosts.check_rates, (), [2, 1]),  # a list is accepted like a tuple
     "moved": (hosts.check_moved, (2, ON_DISK), lambda n: (18 / n, 16 / n)),
     "ahead": (hosts.check_ahead, (EVENTS,), lambda order, i: (order[i + 1], order[i + 2 : i + 4])),
     "bandwidth": (hosts.check_bandwidth, (70e12, DISKS), bandwidth),
@@ -120,7 +120,7 @@ ASK = {  # a check, what it holds an answer against, and the right one
     "decisions": (scaling.check_decisions, (), {EIGHT: "stage 1", ONE: "ZeRO-Offload", SLOW: "ZeRO++"}),
     "factor": (scaling.token_factor, (), 2 / 80),
 }
-WRONG = [  # a question, an answer, and its hint, or what is said in each line
+WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("sent", lambda name, n, m: n / (n - 1) * law(name, n, m), "a rank keeps its own part"),
     ("sent", lambda name, n, m: (n - 1) / n * m, "you left out a half"),
     ("sent", lambda name, n, m: m, "in each a rank keeps its own part"),

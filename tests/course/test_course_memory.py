@@ -1,4 +1,4 @@
-"""The notebooks on memory and on debugging: what their helpers record, and what their faults are known by."""
+"""The notebooks on memory and on debugging: what their helpers record, and the symptoms of their faults."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from course.pages.memory import Moves
 def test_moves_are_blocks_taken_given_back_and_changed_in_size():
     with Moves() as recorder:
         first, second = torch.zeros(10), torch.zeros(4)
-        view = first[2:]  # no block of its own
+        view = first[2:]  # not a block of its own
         del first
         assert recorder.now() == 2
         del view
@@ -32,7 +32,7 @@ def test_moves_are_blocks_taken_given_back_and_changed_in_size():
 
 
 def laid_out(moves, moment):
-    """What the notebook's cell makes of recorded moves: places, and holes at a moment."""
+    """The notebook cell's layout of recorded moves: places, and the holes at a moment."""
     names = {"recorded": {"it": (moves, moment)}, "show_bytes": show_bytes, "accumulate": itertools.accumulate}
     (cell,) = [each for each in read(ROOT / "notebooks" / "06_memory.ipynb").cells if each.id == "first-fit"]
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Pages 08 to 13: the quantizer that is asked for, rows that are the planner's, and what is shown, as it is stored."""
+"""Pages 08 to 13: the quantizer exercise, rows equal to the planner's, and the stored outputs."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ from lab.plan.__main__ import of_model
 
 
 def quantizer(scales=None, codes=torch.round):
-    """What a student writes; a mistake takes the place of one of its lines."""
+    """A student's quantizer; a mistake replaces one of its lines."""
 
     def rounded(values, bits, block):
         blocks, largest = values.view(-1, block), 2 ** (bits - 1) - 1
@@ -54,7 +54,7 @@ def test_a_quantizers_mistake_gets_its_hint(capsys, mistake, hint):
     assert hint in capsys.readouterr().out
 
 
-def test_where_no_nodes_can_be_made_the_page_reads_the_record(monkeypatch):
+def test_the_page_reads_the_record_if_no_nodes_can_be_made(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     results, source = rounding.between_two_nodes(measure=None)
@@ -78,7 +78,7 @@ def test_the_page_counts_the_bytes_between_nodes_that_it_predicts():
         assert predicted == counted
 
 
-def test_of_three_ways_to_add_codes_up_only_the_rings_error_grows_with_the_ranks():
+def test_of_three_sums_of_codes_only_the_rings_error_grows_with_the_ranks():
     rows = [re.findall(r"'(\d\.\d+)'", line) for line in stored("10_zeropp", "hops-run").splitlines()]
     one, two, ring = (list(map(float, column)) for column in zip(*rows, strict=True))
     assert one == sorted(one, reverse=True)
@@ -128,7 +128,7 @@ def test_the_rows_are_those_of_the_command(tmp_path):
 
 
 def test_at_the_crossover_the_plans_two_times_are_nearly_equal():
-    """Stage 3 of a wide world, whose units but the last are gathered twice."""
+    """Stage 3 at a large world size: every unit but the last is gathered twice."""
     machine, shape = scaling.preset("a100-80g"), of_model("gpt2-1.5b")
     row = scaling.ways(shape, machine, 1024, checkpoints=False)["stage 3"]
     tokens = 6 * machine.flops[2] * machine.fraction / (6 * machine.between)

@@ -1,4 +1,4 @@
-"""Ranks of a notebook: functions of a cell run on them, their lines are shown rank by rank, a failure ends nothing."""
+"""A notebook's ranks run a cell's functions, show their output rank by rank, and are replaced after a failure."""
 
 import time
 
@@ -12,7 +12,7 @@ from course.pages.ranks import progress
 
 @pytest.fixture
 def pages(monkeypatch):
-    """What is shown, as HTML, each time that it is drawn anew."""
+    """The HTML of each redraw."""
     shown = []
 
     class Shown:
@@ -35,7 +35,7 @@ def ranks():
 
 
 class Answer:
-    """As a cell may define it: no rank can import it."""
+    """A class defined in a cell, which no rank can import."""
 
     def __init__(self, value):
         self.value = value
@@ -54,7 +54,7 @@ def test_lines_and_progress_appear_while_ranks_run(ranks, pages):
             time.sleep(0.3)
 
     ranks.run(hello)
-    assert len(pages) > 2  # it was drawn anew
+    assert len(pages) > 2  # it was redrawn
     for rank in (0, 1):
         assert f"rank {rank}&nbsp;▏</span>step &lt;2&gt;</div>" in pages[-1]
         assert notebook.COLOURS[rank] in pages[-1]
@@ -62,7 +62,7 @@ def test_lines_and_progress_appear_while_ranks_run(ranks, pages):
     assert "3 of 3" not in pages[0]
 
 
-def test_of_many_lines_the_last_are_shown(ranks, pages):
+def test_the_last_of_many_lines_are_shown(ranks, pages):
     ranks.run(lambda world: [print(f"line {number}") for number in range(150)])
     assert "... 100 lines before" in pages[-1]
     assert pages[-1].count("line 149") == 2

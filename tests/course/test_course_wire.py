@@ -21,7 +21,7 @@ kernel = pytest.mark.skipif(
 
 
 def move(world, readable):
-    """What this rank moves when it gathers 3 MB, and when it sends 1 MB to the next rank alone."""
+    """The bytes that this rank moves to gather 3 MB, and to send 1 MB to the next rank alone."""
     comm, whole = Collectives(), torch.ones(750_000, device=world.device)
     shard = whole.chunk(world.size)[world.rank]
     following, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -48,7 +48,7 @@ def test_the_kernel_tells_what_went_to_which_rank(worlds):
         assert passed_on.metered == 0
 
 
-def test_where_the_kernel_cannot_be_asked_the_meter_stands_in(worlds):
+def test_the_meter_stands_in_if_the_kernel_cannot_be_asked(worlds):
     gathered, passed_on = zip(*worlds(3).run(move, False), strict=True)
     assert gathered[0] == wire.Moved(None, 2_000_000)
     assert wire.from_to(gathered) == [[0 if to == rank else 1e6 for to in range(3)] for rank in range(3)]
@@ -118,7 +118,7 @@ TRACE = {
 }
 
 
-def test_of_ranges_within_each_other_the_innermost_takes_the_time():
+def test_the_innermost_of_nested_ranges_takes_the_time():
     parts = {"compute": 5, "copies": 1, "optimizer": 3, "waiting": 6, "between operations": 10}
     assert wire.time_on_compute(TRACE) == {0: pytest.approx(parts)}
     assert wire.time_of_collectives(TRACE) == {0: pytest.approx(10)}

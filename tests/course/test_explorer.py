@@ -1,4 +1,4 @@
-"""The explorer states the planner's figures, shows recorded steps, works by key, on every screen, in both themes.
+"""The explorer states the planner's figures, shows recorded steps, and works by key, on every screen, in both themes.
 
 Chromium comes from the distribution; without it, or without playwright, these tests are skipped.
 """
@@ -36,7 +36,7 @@ def each_model_is_looked_at_once():
 
 @pytest.fixture(scope="module")
 def recorded():
-    """{stage: what its ranks recorded}."""
+    """{stage: its ranks' recordings}."""
     return recording.record_all(INCREMENTS[0])
 
 
@@ -49,14 +49,14 @@ def file(recorded, tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, file):
-    """`opened(setting, screen, scheme)`: a page that has loaded. No script has failed or asked elsewhere."""
+    """`opened(setting, screen, scheme)`: a loaded page. Asserts that no script failed or fetched anything."""
     with opening(browser) as (open_page, asked):
         yield lambda setting="", *looks, **named: open_page(f"{file.as_uri()}#{setting}", *looks, **named)
     assert {url.partition("#")[0] for url in asked} <= {file.as_uri(), "data:,"}
 
 
 def draw(numbers):
-    """Any setting that the controls can make, and numbers between their stops."""
+    """Any setting that the controls allow, and numbers between their stops."""
     return {
         "model": numbers.choice(["", "", *(run[0] for run in plan.LANDMARKS.values())]),
         "params": float(f"{10 ** numbers.uniform(6, 13.5):.{numbers.randint(0, 4)}e}"),
@@ -92,7 +92,7 @@ def test_it_states_the_figures_of_the_command_that_it_names(opened):
             assert mine.keys() == set(KEYS) == theirs.keys()
             for key in KEYS:
                 said = f"{key} of {theirs['way']}, {setting}"
-                whole = key == "own" and mine["engine"] == "zeropp"  # the command names only switches that are off
+                whole = key == "own" and mine["engine"] == "zeropp"  # the command names only the switches that are off
                 expected = {**dict.fromkeys(plan.SWITCHES, True), **theirs[key]} if whole else theirs[key]
                 assert mine[key] == near(expected), said
         advice = stated.get("advised")
@@ -104,7 +104,7 @@ def test_it_states_the_figures_of_the_command_that_it_names(opened):
 
 
 def near(expected):
-    """Equal but for the rounding of a few operations; text and truth exactly."""
+    """Equal up to the rounding of a few operations; text and booleans exactly."""
     if isinstance(expected, dict):
         return {key: near(value) for key, value in expected.items()}
     return pytest.approx(expected, rel=1e-12) if type(expected) in (int, float) else expected
@@ -187,7 +187,7 @@ def test_it_fits_its_screen_in_letters_that_can_be_read(opened, screen, scheme):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate(SMALLEST) >= {"phone": 10, "laptop": 10, "projector": 13}[screen]
     assert page.evaluate(CONTRAST)[1] > 7
-    if screen != "phone":  # what the sliders change is seen beside them
+    if screen != "phone":  # the results are visible next to the sliders
         assert page.locator("#ways").evaluate("ways => ways.getBoundingClientRect().bottom < innerHeight")
 
 

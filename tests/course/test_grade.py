@@ -1,4 +1,4 @@
-"""The grader: engines pass, each planted fault gets the answer that names its idea, and so does a hang or a crash."""
+"""The grader: engines pass; each planted fault, hang or crash gets the answer that names its idea."""
 
 import inspect
 import json
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(autouse=True)
 def reports(tmp_path, monkeypatch):
-    """Where last reports are kept."""
+    """The folder of the latest reports."""
     monkeypatch.setattr(grade_command, "REPORTS", tmp_path / "reports")
 
 
-# Faults that the parts of an exercise can have, and what the answer is about.
+# Faults in the parts of an exercise, and the subject of their answers.
 IDEAS = {
     "the_division_is_forgotten": "sum, not mean",
     "the_mean_is_divided_twice": "divided twice",
@@ -64,7 +64,7 @@ PLANTED = [
 
 
 def on(worlds):
-    """`run` of ranks, as the grader takes it."""
+    """The `run` of a world's ranks that the grader expects."""
 
     def run(ranks, function, *args, timeout):
         return worlds(ranks).run(function, *args)
@@ -74,17 +74,17 @@ def on(worlds):
 
 @pytest.fixture(scope="module")
 def references(worlds):
-    """What the stages do, trained once for all submissions."""
+    """The stages' results, trained once for all submissions."""
     return {exercise.key: Reference(on(worlds), exercise.key) for exercise in ALL}
 
 
 def first(findings):
-    """(case, finding) of the first that fails; (None, None) where all holds."""
+    """(case, finding) of the first failure; (None, None) if everything holds."""
     return next(((name, finding) for name, finding in findings if finding), (None, None))
 
 
 def answer(worlds, plant, stage, references):
-    """What the grader finds in a stage's engine while a fault is there."""
+    """The grader's finding for a stage's engine with a fault."""
 
     def run(ranks, function, where, *args, timeout):
         found = worlds(ranks).run(planted, plant, where, function, *args)
@@ -108,7 +108,7 @@ def test_a_fault_gets_the_answer_that_names_its_idea(worlds, references, mutant,
 
 
 def test_all_faults_planted_in_what_an_exercise_takes_out_are_answered():
-    """A fault is listed above, or it is planted outside of the parts."""
+    """Every fault is listed above, or planted outside the parts."""
     parts = {part.method for exercise in EXERCISES for part in exercise.parts}
     for mutant in stage_mutants.MUTANTS:
         name = mutant.plant.__name__
@@ -141,7 +141,7 @@ def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
 
 
 def test_the_engine_that_waits_is_stage_2_but_for_four_methods():
-    """All else, and every class that is joined for an exercise, stands as it does in the package."""
+    """Everything else, and every class merged for an exercise, is the package's text."""
     overlap = ALL[-1]
     given, engine = (methods_of(text) for text in (waiting(overlap), overlap.solution))
 
@@ -176,7 +176,7 @@ def test_hints_come_in_three_steps():
 
 
 def test_hints_are_shown_as_they_are_written(capsys):
-    """Square brackets too, which rich takes for colours: without them `local_gradients[shard]` is `local_gradients`."""
+    """Square brackets too, which rich reads as colours: `local_gradients[shard]` would become `local_gradients`."""
     report = {"part": None, "printed": "", "file": "stage1.py", "stage": STAGES[1]}
     for steps in ALL_HINTS:
         for number, hint in enumerate(steps, 1):
@@ -189,14 +189,14 @@ def test_hints_are_shown_as_they_are_written(capsys):
 
 
 def submitted(folder, exercise, **parts):
-    """An engine with other lines in some methods: {method: its lines}."""
+    """An engine with some methods' lines replaced: {method: its lines}."""
     file = folder / exercise.path.name
     file.write_text(changed(exercise, {method: "\n".join(lines) for method, lines in parts.items()}))
     return file
 
 
 def said(capsys, file, *options):
-    """What the command prints, in one line, and its exit status."""
+    """The command's output, joined to one line, and its exit status."""
     with pytest.raises(SystemExit) as end:
         grade_command.main([str(file), *options])
     return " ".join(capsys.readouterr().out.split()), end.value.code
@@ -229,7 +229,7 @@ def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
 
 
 def when(submission):
-    """A submission; where it is not typical, for the run of everything."""
+    """A submission's parameters; one that is not typical runs only in `make test-all`."""
     marks = [] if submission.typical else [pytest.mark.exhaustive]
     return pytest.param(submission, marks=marks, id=str(submission))
 
@@ -257,7 +257,7 @@ def test_a_later_exercises_own_engine_passes(worlds, references, tmp_path, exerc
     assert first(grade(within(worlds), str(file), exercise.key, references[exercise.key])) == (None, None)
 
 
-def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_path):
+def test_a_bucket_without_any_gradient_needs_a_buffer_too(worlds, references, tmp_path):
     lines = [
         "bucket.finalize()",
         "bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)",
@@ -272,7 +272,7 @@ def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_pa
 
 
 def busy(needs, calls=None):
-    """`run` on a machine that needs so many seconds for every call, of which only the clock knows."""
+    """`run` on a machine that takes so many seconds per call, on a fake clock."""
 
     def run(ranks, function, *args, timeout):
         clock = needs(args[0])
@@ -312,13 +312,13 @@ def test_a_submission_that_hangs_on_an_idle_machine_is_blamed(clock):
     assert found["owned"].idea == "hang"
 
 
-def test_what_is_not_the_submissions_fault_is_one_line_and_a_status_of_its_own(capsys, monkeypatch):
+def test_a_fault_not_the_submissions_is_one_line_with_its_own_status(capsys, monkeypatch):
     monkeypatch.setattr(grading, "LONGEST", 0.001)
     line = refused(capsys, grade_command.main, [str(STAGE1.engine)])
     assert "nothing was graded: stage1_os's own engine does not get there" in line and "less busy" in line
 
 
-def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
+def test_an_endless_loop_is_an_answer(tmp_path, capsys):
     text, status = said(capsys, submitted(tmp_path, STAGE1, synchronize=["while True:", "    pass"]))
     assert "gave no answer" in text
     assert status == 1
@@ -373,7 +373,7 @@ def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, 
     ids=["stage1", "zeropp"],
 )
 def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path, capsys):
-    """The other parts are the engine's, and lines keep their numbers."""
+    """The other parts are the engine's, and line numbers stay."""
     part, text, key = exercise.parts[number - 1], exercise.path.read_text(), exercise.key
     gap = f'raise NotImplementedError("part {number}, {part.method}, is still open")'
     file = tmp_path / exercise.path.name
@@ -393,7 +393,7 @@ def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path, 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("exercise", ALL, ids=name_of)
 def test_parts_from_the_engine_fill_an_exercise(worlds, references, tmp_path, exercise):
-    """All but one are the engine's, and that one is right: so is the whole."""
+    """All parts but one are the engine's, and that one is right, so the whole is right."""
     for part in exercise.parts:
         file = tmp_path / exercise.path.name
         file.write_text(alone(exercise, exercise.solution, part))
@@ -401,7 +401,7 @@ def test_parts_from_the_engine_fill_an_exercise(worlds, references, tmp_path, ex
         assert not any(found.values()), (part.method, found)
 
 
-def test_where_students_write_the_engines_parts_are_not_filled_and_later_exercises_not_there(capsys, monkeypatch):
+def test_a_students_tree_fills_no_parts_from_the_engine_and_has_no_later_exercises(capsys, monkeypatch):
     monkeypatch.setattr(grade_command, "PROMISES", Path(__file__))
     line = refused(capsys, grade_command.main, [str(STAGE1.path), "--part", "1"])
     assert "--part 1: the other parts would come from stage1_os's engine, which is yours to write here" in line
@@ -433,7 +433,7 @@ def test_an_engine_itself_passes_by_the_command(capsys):
 
 
 @pytest.mark.parametrize(("name", "why"), [("stage1.py", "there is no such file"), ("mine.py", "which stage?")])
-def test_what_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
+def test_a_submission_that_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
     if name == "mine.py":
         (tmp_path / name).write_text("")
     assert why in refused(capsys, grade_command.main, [str(tmp_path / name)])

@@ -1,4 +1,4 @@
-"""The lesson pages: every change has its note, the events are what the engines do, and a browser shows all of it.
+"""The lesson pages: every change has its note, the events are the engines' own, and a browser shows all of it.
 
 Chromium comes from the distribution; without it, or without playwright, the tests that open a page are skipped.
 """
@@ -30,7 +30,7 @@ RANKS = range(recording.RANKS)
 
 @pytest.fixture(scope="module")
 def recorded():
-    """{stage: what its ranks recorded}."""
+    """{stage: its ranks' recordings}."""
     return recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
 
 
@@ -131,23 +131,23 @@ def test_one_page_is_written_alone_and_one_that_is_not_there_is_refused(recorded
 
 
 def events_of(recorded, name, *kinds):
-    """The events of a stage, or those of some kinds, with their numbers."""
+    """A stage's events, all or of some kinds, with their numbers."""
     return [(n, event) for n, event in enumerate(recorded[name]["events"]) if not kinds or event.kind in kinds]
 
 
 def cells(event, kind):
-    """[rank][bucket]: letters of one of parameters, gradients, optimizer, second."""
+    """[rank][bucket]: letters for one of parameters, gradients, optimizer, second."""
     place = ("parameters", "gradients", "optimizer", "second").index(kind)
     return [{bucket: states[place] for bucket, states in of_rank.items()} for of_rank in event.cells]
 
 
 def shards_in(states, rank, letters):
-    """The shards that a rank has in one of some states; behind the device's letters stand those of its own shard."""
+    """The shards that a rank has in one of some states; its own shard's letters follow the device's."""
     return {shard if shard < len(RANKS) else rank for shard, state in enumerate(states) if state in letters}
 
 
 def numbers_of(recorded, name, kind, bucket):
-    """The numbers of the events of a kind about a bucket."""
+    """The numbers of a bucket's events of one kind."""
     return [n for n, event in events_of(recorded, name, kind) if event.about == bucket]
 
 
@@ -183,7 +183,7 @@ def test_the_optimizer_steps_every_shard_from_its_mean_and_all_parameters_are_ne
             assert rank in stepped
             assert stepped <= shards_in(cells(event, "gradients")[rank][about], rank, "h")
     last = recorded[name]["events"][-1]
-    coming = {"t"} if name == "offload.nvme" else set()  # what is read for the next forward already
+    coming = {"t"} if name == "offload.nvme" else set()  # already read for the next forward
     for of_rank in cells(last, "parameters"):
         assert all(set(states) - coming <= {"n", "."} for states in of_rank.values())
 
@@ -223,7 +223,7 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
         assert shown["left the node in a step"] == left
 
 
-def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_before_its_gather(recorded):
+def test_the_hosts_gradients_go_down_after_the_reduction_and_parameters_up_before_the_gather(recorded):
     for bucket in recorded["offload"]["owned"][0]:
         kinds = ("reduce_scatter", "to_host", "host_step", "stepped", "to_device", "all_gather")
         once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
@@ -233,7 +233,7 @@ def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_be
 
 def test_a_disk_reads_a_unit_before_its_turn_and_its_step_while_another_is_stepped(recorded):
     name = "offload.nvme"
-    for bucket in (f"blocks.{number}" for number in range(2, 4)):  # the first ones were read by the step before
+    for bucket in (f"blocks.{number}" for number in range(2, 4)):  # the previous step read the first ones
         ups, reads = (numbers_of(recorded, name, kind, bucket) for kind in ("to_device", "read"))
         assert reads[0] < ups[0]
         assert recorded[name]["events"][ups[0]].phase == "forward"
@@ -268,7 +268,7 @@ def test_gradients_go_inside_the_node_and_then_across(recorded):
         assert across == inside + 1
 
 
-def test_stage_2_has_room_for_two_buckets_at_most(recorded):
+def test_stage_2_has_buffers_for_at_most_two_buckets(recorded):
     alive = [
         sum("." not in states for states in cells(event, "gradients")[0].values())
         for _, event in events_of(recorded, "stage2_grad")
@@ -315,7 +315,7 @@ def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
     for event in one["events"]:
         said = sentence(event, before, nbytes)
         assert said.endswith(".")
-        assert "is done with" not in said  # what is said of a change that nothing else fits
+        assert "is done with" not in said  # the fallback sentence
         if event.kind in ("pack", "all_reduce", "reduce_scatter", "all_gather", "arrive", "stepped"):
             section = (source.base if event.inherited else source).method(event.method)
             assert event.lines[0] in section.numbers
@@ -337,7 +337,7 @@ def test_moments_are_those_at_which_the_same_part_computes_on_both_sides(recorde
     assert {"backward of blocks.1", "the step begins"} < {moment["said"] for moment in found}
 
 
-def test_ranks_that_go_other_ways_are_noticed(recorded):
+def test_ranks_that_diverge_are_noticed(recorded):
     mine = {"events": recorded["stage1_os"]["events"], "buckets": []}
     other = copy.deepcopy(mine)
     other["events"][5].names = ["has_changed"]
@@ -346,7 +346,7 @@ def test_ranks_that_go_other_ways_are_noticed(recorded):
 
 
 def train_recorded(world, name, looks_on):
-    """Weights after two steps, the second recorded or not, and whether the engine is as it was before."""
+    """The weights after two steps, the second recorded or not, and whether the engine is unchanged."""
     engine = make_engine(name)
     train_one_step(engine, world)
     before = set(vars(engine)), set(vars(engine.comm))
@@ -386,7 +386,7 @@ def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
 
 @pytest.fixture
 def opened(browser, pages):
-    """`opened(file, screen, scheme)`: a page that has loaded. When the test ends, no script has failed."""
+    """`opened(file, screen, scheme)`: a loaded page. Asserts at the end that no script failed."""
     with opening(browser) as (open_page, asked):
         yield lambda file, *looks, **named: open_page((pages / file).as_uri(), *looks, **named)
     assert all(url.startswith(("file:", "data:")) and url.endswith((".html", "data:,")) for url in asked)
@@ -435,7 +435,7 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         shown = stepper.locator(".ranks .shards").evaluate_all(
             "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
         )
-        order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # secondary shards behind parameters
+        order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # secondary shards after parameters
         cells_of = recorded[name]["events"][7].cells
         assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
         stepper.locator("[data-go=last]").click()
@@ -467,7 +467,7 @@ def test_the_stepper_steps_by_keys_and_plays(opened):
     page.keyboard.press(" ")
     assert page.locator("[data-side=after] [data-go=play]").inner_text() == "Play"
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"  # where the focus is, shows
+    assert outline == "solid"  # the focus is visible
 
 
 def test_two_keys_step_both_engines_from_one_shared_moment_to_the_next(opened):

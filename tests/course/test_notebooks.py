@@ -1,6 +1,6 @@
-"""Notebooks run, draw what they say, check their exercises, and are stored with what came out.
+"""Notebooks run, draw their pictures, check their exercises, and are stored with their outputs.
 
-What runs is a copy in memory, of some with fewer steps: `make test-all` runs all of them as they are stored.
+The tests run copies in memory, some with fewer steps; `make test-all` runs all notebooks as they are stored.
 """
 
 import ast
@@ -22,12 +22,12 @@ CHECKED = (faults, hosts, memory, questions, rounding, scaling, wire)
 CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
 
 
-# Two thirds of what all pages take: hosts and disks, two nodes, a trillion parameters, steps on five machines.
+# Two thirds of the time of all pages: hosts and disks, two nodes, a trillion parameters, steps on five machines.
 LONG = ("08_offload", "09_infinity", "10_zeropp", "12_scale", "13_when")
 
 
 def runs(path, shorter=True):
-    """A notebook that is executed; by default, unless it is long, or as long as it is stored."""
+    """A test case of a notebook; long notebooks, and those that run as stored, are part of `make test-all` only."""
     marks = [pytest.mark.exhaustive] if path.stem in LONG or not shorter else []
     return pytest.param(path, shorter, marks=marks, id=path.stem + ("" if shorter else ", as it is stored"))
 
@@ -60,12 +60,12 @@ def test_questions_are_open(path, shorter):
 
 
 @pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
-def test_an_answer_of_another_form_is_told_which_one_is_asked_for(path, shorter):
+def test_an_answer_in_a_wrong_form_is_told_the_right_one(path, shorter):
     cells = [cell for cell in executed(path, shorter).cells if cell.id.startswith("unfit-")]
     assert len(cells) >= 2
     for cell in cells:
         told = re.findall(r"not yet: .* is not (?:a|\d|True)", printed(cell))
-        assert len(told) >= len(UNFIT) - 1, (cell.id, printed(cell))  # where names are asked for, text is one
+        assert len(told) >= len(UNFIT) - 1, (cell.id, printed(cell))  # a question for names accepts any text
         assert "solved" not in printed(cell), cell.id
 
 
@@ -99,7 +99,7 @@ def test_the_notebook_on_memory_shows_what_it_says():
     assert trials == ["trained", "trained", "did not fit"]
 
 
-EVIDENCE = {  # what a cell prints, by what the fault says of itself
+EVIDENCE = {  # what a cell prints for each fault
     "a": ("traced", "ranks 0, 2 wait in all_gather of {place}"),
     "b": ("first-nan", "rank {rank} reads weights that are not finite: ['{place}']"),
     "c": ("leak", "rank {rank}, bytes more after step 4 than after step 1: {{'activations': 23040}}"),
@@ -138,7 +138,7 @@ def test_a_question_does_not_show_its_answer(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_a_notebook_imports_is_there(path):
-    """Those that run in `make test-all` alone would miss it last."""
+    """Long notebooks would show a missing import only in `make test-all`."""
     code = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "code" and cell.id != "setup")
     statements = ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE)))
     imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Pencil and paper: a sheet is solved from what it says, by formulas of this file; typical mistakes get their hints."""
+"""Pencil and paper: a sheet is solved from its own data, by this file's formulas; typical mistakes get their hints."""
 
 import math
 import random
@@ -22,7 +22,7 @@ def numbers(text, *patterns):
 
 
 def bytes_by_hand(told):
-    """Model states and activations as the papers count them, of what the sheet tells."""
+    """Model states and activations as the papers count them, from the sheet's data."""
     stage, ranks = numbers(told, r"Stage (\d)", r"on (\d+) ranks")
     tokens = number(r"(\d+) samples", told) * number(r"of (\d+) tokens", told)
     layers, width, psi = numbers(told, r"(\d+) blocks", r"width (\d+)", r"([\d,]+) parameters")
@@ -39,7 +39,7 @@ def bytes_by_hand(told):
 
 
 def links_by_hand(told):
-    """Bytes over the slowest link, and operations over the rate that a GPU reaches."""
+    """Bytes over the slowest link's bandwidth, and operations over a GPU's sustained rate."""
     psi, kept, tokens = numbers(told, r"of ([\d.e+]+) param", r"([\d.e+]+) of its", r"of ([\d,]+) tok")
     ranks = math.prod(numbers(told, r"(\d+) nodes", r"of (\d+) GPUs"))
     rate = math.prod(numbers(told, r"peak is (\d+)", r"reaches (\d+)"))
@@ -56,7 +56,7 @@ def links_by_hand(told):
 
 
 def machine_by_hand(told):
-    """Every way on every offer: the fastest that fits. ZeRO++ sends 1/4 over slow links, and Offload 2 of 3 parts."""
+    """The fastest strategy that fits, of all on every offer. ZeRO++ sends 1/4 over slow links, Offload 2 of 3 parts."""
     ranks, holds, psi = numbers(told, r"(\d+) GPUs", r"with (\d+) GB", r"of ([\d.e+]+) param")
     computing = 8 * psi * number(r"has ([\d,]+) tokens", told) / (number(r"reaches ([\d.]+)", told) * 1e12)
     amounts = r"It sends ([\d.]+) GB .* moves ([\d.]+) GB .* where it has ([\d.]+) GB, and ([\d.]+) GB"
@@ -146,7 +146,7 @@ def test_another_seed_draws_other_numbers():
     assert len({paper.sheet(seed, "") for seed in SEEDS}) == 2
 
 
-MISTAKES = [  # group, question, what a student may make of the right answers, a part of the hint
+MISTAKES = [  # group, question, a student's mistake as a function of the right answers, a part of the hint
     ("bytes", "after_building", lambda of: of["after_the_step"], "first update"),
     ("bytes", "before_the_step", lambda of: of["after_building"] + of["activations"], "gives activations back"),
     ("bytes", "after_the_step", lambda of: of["after_building"], "has made Adam's moments"),
@@ -184,7 +184,7 @@ NO_SHEETS = {
 
 
 @pytest.mark.parametrize("text", NO_SHEETS)
-def test_what_is_no_sheet_is_refused_in_one_line(text, tmp_path, capsys):
+def test_a_bad_sheet_is_refused_in_one_line(text, tmp_path, capsys):
     path = tmp_path / "sheet.toml"
     if text:
         path.write_text(text)
@@ -203,7 +203,7 @@ def test_what_is_no_sheet_is_refused_in_one_line(text, tmp_path, capsys):
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_what_is_no_answer_leaves_the_others_checked(name, change, said, tmp_path):
+def test_a_bad_answer_leaves_the_others_checked(name, change, said, tmp_path):
     path = tmp_path / "sheet.toml"
     path.write_text(change(answered(SEEDS[0], by_hand(SEEDS[0]))))
     verdicts = paper.check(path)

@@ -1,4 +1,4 @@
-"""A quiz says why of every choice, folded in a page, and asked in a terminal; what is none is refused in one line."""
+"""A quiz explains every choice, folded in a page or asked in a terminal; an unknown quiz is refused in one line."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_a_sheet_has_answers_where_they_are_asked_for(option, verdicts, capsys):
     assert all(" ".join(one["ask"].split()[:4]) in printed for one in quiz.questions_of("02_gradients"))
 
 
-def test_an_unknown_notebook_is_refused_by_naming_those_there_are(capsys):
+def test_an_unknown_notebook_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         quiz.main(["99_nothing"])
     assert "02_gradients" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What students are given shows no solution, grades as the repository does, and answers in Gradescope's layout."""
+"""The students' release shows no solution, grades like the repository, and answers in Gradescope's layout."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from course.release import gradescope
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """The archive unpacked as a student does, and the bundle as Gradescope does."""
+    """The archive as a student unpacks it, and the bundle as Gradescope does."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("a release is made of what git tracks, and this is no checkout")
     out, here = (tmp_path_factory.mktemp(name) for name in ("out", "autograder"))
@@ -39,7 +39,7 @@ def released(tmp_path_factory):
 
 
 def run_in(tree, *arguments, **outside):
-    """Run Python in a tree, by the modules of that tree."""
+    """Run Python in a tree, with that tree's modules."""
     environment = {**os.environ, "PYTHONPATH": str(tree), **outside}
     return subprocess.run(
         [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, check=False
@@ -47,7 +47,7 @@ def run_in(tree, *arguments, **outside):
 
 
 def autograded(autograder, python=sys.executable, **files):
-    """What run_autograder writes of files that were handed in."""
+    """The results that run_autograder writes for submitted files."""
     submission = autograder / "submission"
     shutil.rmtree(submission, ignore_errors=True)
     submission.mkdir()
@@ -81,7 +81,7 @@ def test_no_method_of_the_tree_shows_all_but_a_line_of_a_part(released):
 
 
 def seen(path):
-    """What a file shows, as `bare` has it; of a notebook its cells, and what they printed."""
+    """A file's text through `bare`; for a notebook, its cells and their outputs."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
@@ -103,7 +103,7 @@ def test_commands_of_the_tree_run_what_the_student_writes(released):
         assert engine.resolve() == released.tree / exercise.path.relative_to(ROOT)
         assert engine.read_text().count("is still open") == len(exercise.parts)
     script = "import common, stage1_os; print(common.__file__, stage1_os.__file__); "
-    script += "from course import exercises; exercises.main([])"  # would write over what the student wrote
+    script += "from course import exercises; exercises.main([])"  # would overwrite the student's work
     ran = run_in(released.tree, "-c", script)
     assert ran.stdout.split() == [str(released.tree / name / "__init__.py") for name in ("common", "stage1_os")]
     assert (ran.returncode, "is what you write" in ran.stderr) == (2, True)
@@ -118,12 +118,12 @@ def test_an_exercise_as_given_names_its_gaps(released):
 
 
 def mistaken(name, folder):
-    """A submission of the table, as a file."""
+    """A submission from the table, as a file."""
     return next(one for one in SUBMISSIONS if str(one) == name).write(folder)
 
 
 def found_here(worlds, file, exercise):
-    """What the grader of this repository finds first in each promise: where it is broken, or None."""
+    """The first finding of this repository's grader for each promise, or None."""
     return [finding and finding.where for _, finding in grade(within(worlds), str(file), exercise.key)]
 
 

@@ -1,4 +1,4 @@
-"""The deck: no more than 25 slides, each fits its screen, nothing is fetched, and its numbers are those of the records.
+"""The deck: at most 25 slides, each fits its screen, nothing is fetched, and its numbers come from the records.
 
 Chromium comes from the distribution; without it, or without playwright, the test that opens the deck is skipped.
 """
@@ -18,7 +18,7 @@ from course.slides import code, numbers
 from course.slides.page import document, slides
 
 HELD = dict.fromkeys(CLASSES, 1_000_000)
-RECORDED = {  # a step in three samples stands for one that is recorded on four ranks
+RECORDED = {  # a step of three samples stands in for the one recorded on four ranks
     name: {
         "samples": {"device": [(phase, HELD) for phase in ("forward", "backward", "step")]},
         "parameters": 484_416,
@@ -81,7 +81,7 @@ def test_the_last_slide_states_what_each_engine_keeps_and_sends(deck):
 
 
 def test_other_records_make_other_slides(deck, monkeypatch):
-    """No number is typed: where records change, so does every slide that names one as its source."""
+    """No number is typed by hand: when records change, so does every slide that names one as its source."""
     real = numbers.record
 
     def other(name):
@@ -96,7 +96,7 @@ def test_other_records_make_other_slides(deck, monkeypatch):
 
 
 def changed(tree):
-    """A record with every measured number some 30 % larger; what was set stays."""
+    """A record with every measured number some 30 % larger; settings stay."""
     if isinstance(tree, dict):
         return {
             key: value if key in ("ranks", "world_size", "layers") else changed(value) for key, value in tree.items()
@@ -130,5 +130,5 @@ def test_in_a_browser_every_slide_fits_and_nothing_is_fetched(deck, browser, tmp
 
 
 def now(page):
-    """The number of the slide that is shown."""
+    """The number of the visible slide."""
     return page.evaluate("[...document.querySelectorAll('.slide')].findIndex((slide) => slide.checkVisibility()) + 1")

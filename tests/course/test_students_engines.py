@@ -1,4 +1,4 @@
-"""Engines that students build: the stages' own lines solve the notebooks, and a mistake gets the sentence it needs."""
+"""Engines that students build: the stages' own lines solve the notebooks, and each mistake gets its hint."""
 
 import contextlib
 import importlib
@@ -36,7 +36,7 @@ def ranks():
 
 
 def solutions(stage):
-    """The marked lines by their numbers, as they stand in the stage's page."""
+    """The marked lines by their numbers, as in the stage's page."""
     page = importlib.import_module(f"{stage}.minimal").__file__
     lines = [line.strip() for line in linecache.getlines(page)]
     begins = enumerate(WRITTEN[stage]["begins"], start=1)
@@ -44,7 +44,7 @@ def solutions(stage):
 
 
 def fill(source, lines):
-    """Put lines in the places that are marked."""
+    """Fill the marked places with lines."""
     for number, line in lines.items():
         marked = rf"^( *).*\.\.\.  # YOUR LINE \({number}\).*"
         source = re.sub(marked, rf"\1{line}", source, flags=re.MULTILINE)
@@ -52,7 +52,7 @@ def fill(source, lines):
 
 
 def run_cell(source, names):
-    """Run a cell's source among some names, where `inspect` finds it; return what it printed."""
+    """Run a cell's source in a namespace, so that `inspect` finds it; return what it printed."""
     file = f"<cell {len(linecache.cache)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     with contextlib.redirect_stdout(io.StringIO()) as lines:
@@ -61,17 +61,17 @@ def run_cell(source, names):
 
 
 def opened(stage, ranks):
-    """Cells of a notebook by their ids, and the names of its imports, with the ranks of this test."""
+    """A notebook's cells by their ids, and the namespace of its imports, with the ranks of this test."""
     notebook = read(PATHS[WRITTEN[stage]["page"]])
     cells = {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
-    names = {"__name__": "student"}  # a module that ranks cannot import: classes travel by value
+    names = {"__name__": "student"}  # a module that ranks cannot import, so classes travel by value
     run_cell(cells["imports"].replace("%matplotlib inline", ""), names)
     names.update(ranks=ranks, RANKS=ranks.size)
     return cells, names
 
 
 def build(stage, ranks, lines):
-    """The class of a notebook with these lines, and the parts that it is made of."""
+    """The class of a notebook with these lines, and its parts."""
     cells, names = opened(stage, ranks)
     for source in cells.values():
         if "# YOUR LINE" in source:
@@ -103,7 +103,7 @@ def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, l
 
 
 def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
-    """From 3 ranks on the order shows."""
+    """The order shows from 3 ranks on."""
     three = Ranks(3, timeout=60)
     lines = {1: "return sum(reversed(received.chunk(dist.get_world_size()))) / dist.get_world_size()"}
     make, parts = build(ONE, three, solutions(ONE) | lines)

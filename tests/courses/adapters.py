@@ -1,4 +1,4 @@
-"""What the adapters of courses share: where the answer is, and what is done for it as its course does not ask it."""
+"""What the course adapters share: they find the answer, and do what its course does not ask for."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ def student():
     """The module in the file that STUDENT names.
 
     Raises:
-        InputError: it names none, or the file imports what is not there.
+        InputError: STUDENT names no file, or an import of the file fails.
     """
     path = os.environ.get("STUDENT", "")
     if not Path(path).is_file():
@@ -37,16 +37,16 @@ def student():
 
 
 class Course(Peer):
-    """An answer behind the surface of an engine. What is no part of any course's interface is done for it here.
+    """An answer behind the surface of an engine, with what no course's interface includes added.
 
-    That is: first values by `init`, rank 0's buffers before each forward, a checkpoint in which each rank has a file of
-    its own. What a course leaves out and nobody can do for it raises NotImplementedError.
+    That is: initial values by `init`, rank 0's buffers before each forward, a checkpoint with a file per rank. If a
+    course leaves out what cannot be added here, it raises NotImplementedError.
 
     Args:
         As `EngineBase`.
 
     Attributes:
-        wrapped: what the answer makes of the module.
+        wrapped: the module as the answer wraps it.
     """
 
     reduces_at_once = True
@@ -54,11 +54,11 @@ class Course(Peer):
 
     @staticmethod
     def answer():
-        """A module or class with the answer's functions."""
+        """The module or class with the answer's functions."""
         return student()
 
     def ask(self, function, *args, **options):
-        """Call a function of the answer. One that is not filled in fails: it is no claim that the suite may skip."""
+        """Call a function of the answer. One that is not filled in fails: the suite must not skip it as not claimed."""
         try:
             return getattr(self.answer(), function)(*args, **options)
         except NotImplementedError as error:
@@ -80,7 +80,7 @@ class Course(Peer):
         self.optimizer = self.optimize(regroup(param_groups, names, model) or trained, optimizer)
 
     def wrap(self, model, **others):
-        """What the answer makes of a module with values."""
+        """Wrap an initialized module as the answer does."""
         raise NotImplementedError
 
     def optimize(self, parameters, optimizer):
@@ -92,7 +92,7 @@ class Course(Peer):
         return self.wrapped(*args, **kwargs)
 
     def backward(self, loss):
-        """Backpropagate, and have the answer end what it has under way."""
+        """Backpropagate, and let the answer finish what is in flight."""
         try:
             loss.backward()
         except BaseException:
@@ -116,7 +116,7 @@ class Course(Peer):
         self.optimizer.step()
 
     def clip(self):
-        """Scale the gradient down to `clip_norm`; return its norm before. Here every rank has all of it."""
+        """Scale the gradient down to `clip_norm`; return its norm before. Here every rank has the whole gradient."""
         return torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self.clip_norm)
 
     def zero_grad(self):
@@ -125,16 +125,16 @@ class Course(Peer):
             parameter.grad = None
 
     def save(self, path, extra=None):
-        """Write what this rank has, by the optimizer's own `state_dict`, to a file of its own in the folder `path`."""
+        """Write this rank's weights and the optimizer's `state_dict` to a file of its own in the folder `path`."""
         tensors = [tensor.data for tensor in self.held()]
         state = {"tensors": tensors, "optimizer": self.optimizer.state_dict(), "extra": extra}
         torch.save({**state, "ranks": dist.get_world_size()}, file_of(path))
 
     def load(self, path):
-        """Read it, by `load_state_dict`; return `extra`.
+        """Load this rank's file; return `extra`.
 
         Raises:
-            NotImplementedError: other than as many ranks have written it.
+            NotImplementedError: another number of ranks wrote the checkpoint.
         """
         state = torch.load(file_of(path)) if file_of(path).exists() else {"ranks": None}
         if state["ranks"] != dist.get_world_size():
@@ -146,7 +146,7 @@ class Course(Peer):
         return state["extra"]
 
     def held(self):
-        """Parameters and buffers, as this rank has them."""
+        """Parameters and buffers as this rank holds them."""
         return [*self.wrapped.parameters(), *self.wrapped.buffers()]
 
 
@@ -156,7 +156,7 @@ def file_of(path):
 
 
 def share(tensors):
-    """Give every rank rank 0's."""
+    """Broadcast rank 0's tensor."""
     for tensor in tensors:
         whole = tensor.data.contiguous()
         dist.broadcast(whole, 0)
@@ -164,11 +164,11 @@ def share(tensors):
 
 
 def mean_over_ranks(tensor):
-    """Make a tensor the mean over ranks, in place."""
+    """Average a tensor over ranks, in place."""
     dist.all_reduce(tensor.div_(dist.get_world_size()))
 
 
 def refuse_readers(model):
-    """Refuse a model in which torch's own modules read the weights of layers without calling these."""
+    """Refuse a model in which torch's own modules read layers' weights without calling the layers."""
     if any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in model.modules()):
         raise NotImplementedError("its course shards layers that are called, and torch's modules read them past that")

@@ -4,9 +4,9 @@
     export STUDENT=$PYTHONPATH/model/zero_dp_stage3.py
     python -m pytest tests --engine cmu15442:ZeRO3 --quick
 
-STUDENT is the file that a student has filled in. What is called in it: `ZeroDPStage3FCLayer` with its arrays `w_shard`,
-`b_shard`, `grad_w_shard` and `grad_b_shard`, and `ZeroDPAdam`. Its layers compute with numpy and speak through MPI's
-communicator, in the place of which they are given one over torch's group.
+STUDENT is the file that a student has filled in. It provides `ZeroDPStage3FCLayer` with its arrays `w_shard`,
+`b_shard`, `grad_w_shard` and `grad_b_shard`, and `ZeroDPAdam`. Its layers compute with numpy and communicate through an
+MPI communicator, here one over torch's group.
 
 Source: the handout and template in https://github.com/mlsyscourse/assignment-distributed-training (spring of 2026)
 """
@@ -28,13 +28,13 @@ from common.models import count
 from common.ranks.collectives import Collectives
 from common.tensors import tensors_of_state
 
-if importlib.util.find_spec("mpi4py") is None:  # its place, for files that import it
+if importlib.util.find_spec("mpi4py") is None:  # a stand-in, for files that import it
     sys.modules["mpi4py"] = ModuleType("mpi4py")
     sys.modules["mpi4py"].MPI = SimpleNamespace(SUM="SUM")
 
 
 class Communicator:
-    """Those of MPI's calls that the course allows, but for Split, over torch's group."""
+    """The MPI calls that the course allows, except Split, over torch's group."""
 
     def Get_rank(self):
         return dist.get_rank()
@@ -43,11 +43,11 @@ class Communicator:
         return dist.get_world_size()
 
     def Allgather(self, sendbuf, recvbuf):
-        """Every rank's array, one after the other."""
+        """Concatenate every rank's array."""
         dist.all_gather_into_tensor(flat(recvbuf), flat(sendbuf))
 
     def Reduce_scatter(self, sendbuf, recvbuf, recvcounts=None, op=None):
-        """This rank's share of the sum of all arrays."""
+        """This rank's shard of the sum of all arrays."""
         dist.reduce_scatter_tensor(flat(recvbuf), flat(sendbuf))
 
     def Allreduce(self, sendbuf, recvbuf, op=None):
@@ -62,7 +62,7 @@ def flat(array):
 
 
 class Run(torch.autograd.Function):
-    """The course's layer as a node of autograd's graph; its shards' gradients stay in its arrays."""
+    """The course's layer as an autograd node; its shards' gradients stay in its arrays."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, layer):
@@ -76,7 +76,7 @@ class Run(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """The course's layer in the place of a Linear one; its parameters lie in the arrays of the shards."""
+    """The course's layer in place of a Linear one; its parameters are views of the shards' arrays."""
 
     waits = False  # for the backward of its last forward
 
@@ -94,7 +94,7 @@ class Layer(nn.Module):
         return Run.apply(x.flatten(0, -2), self.weight, self.bias, self.theirs).view(*x.shape[:-1], -1)
 
     def whole(self):
-        """The weight and the bias, as a Linear layer has them."""
+        """The weight and the bias in a Linear layer's shapes."""
         inputs, outputs = self.dims
         whole = [np.empty(shard.size * self.comm.Get_size(), shard.dtype) for shard in self.shards()]
         for shard, room in zip(self.shards(), whole, strict=True):
@@ -107,10 +107,10 @@ class Layer(nn.Module):
 
 
 class ZeRO3(Course):
-    """Linear layers that have a bias are the course's, stepped by its Adam where AdamW is asked for; all else is whole.
+    """Linear layers with a bias are the course's, stepped by its Adam if AdamW is asked for; the rest is replicated.
 
-    The course's layer adds gradients over ranks where this suite has their mean, so the loss is divided first. Decay,
-    which its Adam has not, is added here. Its layer keeps one forward's inputs, and one backward's gradients.
+    The course's layer sums gradients over ranks, while this suite takes their mean, so the loss is divided first. Its
+    Adam has no weight decay, which is added here. Its layer keeps one forward's inputs, and one backward's gradients.
     """
 
     name = "cmu15442_zero3"
@@ -160,7 +160,7 @@ class ZeRO3(Course):
             self.adam.lr, (self.adam.beta1, self.adam.beta2), self.adam.eps = group["lr"], group["betas"], group["eps"]
             for parameter in (parameter for layer in self.layers for parameter in layer.parameters()):
                 parameter.data.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.grad = None  # so that torch's passes it by
+                parameter.grad = None  # so that torch's optimizer skips it
             self.adam.step()
         self.optimizer.step()
 
@@ -178,7 +178,7 @@ class ZeRO3(Course):
         return state
 
     def note_states(self, parameters, gradients):
-        """All arrays that the course's layers hold count, under parameters what is no gradient of the parameters."""
+        """Count all arrays of the course's layers: what is not a parameter's gradient counts as parameters."""
         inside = {parameter for layer in self.layers for parameter in layer.parameters()}
         others = [parameter for parameter in parameters if parameter not in inside]
         super().note_states(others, [parameter.grad for parameter in others])
@@ -193,25 +193,25 @@ class ZeRO3(Course):
 
     @staticmethod
     def bytes_held(model, ranks):
-        """Of a rank, with Adam in fp32."""
+        """Bytes per rank, with Adam in fp32."""
         inside = sum(count(layer) for layer in layers(model))
         return 16 * (count(model) - inside + inside / ranks)
 
     @staticmethod
     def bytes_sent(model, ranks):
-        """Of a step: each weight is gathered twice and reduced once, which gloo does in two passes."""
+        """Per step: each weight is gathered twice and reduced once, which gloo does in two passes."""
         inside = sum(count(layer) for layer in layers(model))
         return 4 * (4 * inside + 2 * (count(model) - inside)) * (ranks - 1) / ranks
 
 
 def layers(model):
-    """The layers in whose place the course's stand: with a bias, and a weight that is no other layer's."""
+    """The layers that the course's replace: those with a bias, and a weight that no other layer shares."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     linear = [module for module in model.modules() if type(module) is nn.Linear and module.bias is not None]
     return [layer for layer in linear if uses[layer.weight] == 1 and layer.weight.numel()]
 
 
 def array_bytes(arrays):
-    """The bytes of arrays; of one that is a view, those of what it keeps alive."""
+    """The bytes of arrays; a view counts as the whole array that it keeps alive."""
     arrays = [array for array in arrays if isinstance(array, np.ndarray)]
     return sum((array if array.base is None else array.base).nbytes for array in arrays)

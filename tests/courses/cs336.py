@@ -4,8 +4,8 @@
     export STUDENT=$PYTHONPATH/tests/adapters.py
     python -m pytest tests --engine cs336:DDP --quick
 
-STUDENT is the file in which a student has filled in the course's adapters, and what it imports has to be installed, or
-to be found along PYTHONPATH. `toy_answer.py` has the functions that are called in it.
+STUDENT is the file in which a student has filled in the course's adapters; its imports must be installed or on
+PYTHONPATH. `toy_answer.py` has the functions that are called in it.
 
 Source: the handouts of 2025 and 2026, and tests/adapters.py of https://github.com/stanford-cs336/assignment2-systems
 """
@@ -20,7 +20,7 @@ from common.tensors import tensors_of_state
 
 
 class DDP(Course):
-    """Data parallelism with a message for each gradient, on its way while backward goes on."""
+    """Data parallelism with a message per gradient, overlapped with backward."""
 
     name, follows = "cs336_ddp", "stage0_ddp"
     made, after = "get_ddp", "ddp_on_after_backward"
@@ -40,7 +40,7 @@ class DDPOf2025(DDP):
 
 
 class BucketedDDP(DDP):
-    """The same in buckets, which 2025 asks for."""
+    """The same in buckets, which the 2025 handout asks for."""
 
     name = "cs336_bucketed_ddp"
     made, after = "get_ddp_bucketed", "ddp_bucketed_on_after_backward"
@@ -54,7 +54,7 @@ class BucketedDDP(DDP):
 
 
 class ShardedOptimizer(Course):
-    """An optimizer whose states are sharded. It is given mean gradients: whose they are, the course leaves open."""
+    """An optimizer with sharded states. It gets mean gradients: the course leaves open who averages them."""
 
     name, follows = "cs336_sharded_optimizer", "stage1_os"
 
@@ -63,7 +63,7 @@ class ShardedOptimizer(Course):
         return model
 
     def optimize(self, parameters, optimizer):
-        """The answer's optimizer. It is given a class that notes what is made of it, so that its states are counted."""
+        """The answer's optimizer, given a class that records its instances, so that their states are counted."""
         self.made = []
 
         def noted(made, *args, **kwargs):
@@ -83,16 +83,16 @@ class ShardedOptimizer(Course):
 
     @staticmethod
     def bytes_sent(model, ranks):
-        """Of a step: an all-reduce of gradients and a broadcast of parameters, three passes where ZeRO-1 has two."""
+        """Per step: an all-reduce of gradients and a broadcast of parameters, three passes where ZeRO-1 has two."""
         return 3 * 4 * count(model) * (ranks - 1) / ranks
 
 
 class FSDP(Course):
-    """Weights of Linear and Embedding layers are sharded, and whole while their layer runs; all else is replicated.
+    """Weights of Linear and Embedding layers are sharded, and whole while their layer runs; the rest is replicated.
 
-    Where the course's package is at hand, torch's layers are made the course's, which its answers look for. These have
-    no bias: what an answer leaves of one is averaged here. To be clipped, an answer needs a function that the course
-    does not ask for: `fsdp_clip_grad_norm(fsdp_model, max_norm)`, which returns the norm before.
+    If the course's package is installed, torch's layers become the course's, which answers look for. These have no
+    bias, so a bias that an answer leaves alone is averaged here. Clipping needs a function that the course does not
+    ask for: `fsdp_clip_grad_norm(fsdp_model, max_norm)`, which returns the norm before clipping.
     """
 
     name = "cs336_fsdp"
@@ -109,7 +109,7 @@ class FSDP(Course):
         self.ask("fsdp_on_after_backward", self.wrapped, self.optimizer)
         for bias, shape in self.biases:
             if bias.grad is not None and bias.grad.shape == shape:
-                mean_over_ranks(bias.grad)  # a mean over ranks stays as it is
+                mean_over_ranks(bias.grad)  # harmless if it is a mean already
 
     def clip(self):
         if not hasattr(self.answer(), "fsdp_clip_grad_norm"):
@@ -124,13 +124,13 @@ class FSDP(Course):
 
     @staticmethod
     def bytes_held(model, ranks):
-        """Of a rank, with Adam in fp32."""
+        """Bytes per rank, with Adam in fp32."""
         whole = sum(weight.numel() for weight in {layer.weight for layer in layers(model)})
         return 16 * (count(model) - whole + whole / ranks)
 
     @staticmethod
     def bytes_sent(model, ranks):
-        """Of a step: each layer's weight is gathered twice and reduced once, which gloo does in two passes."""
+        """Per step: each layer's weight is gathered twice and reduced once, which gloo does in two passes."""
         gathered = sum(layer.weight.numel() for layer in layers(model))
         others = count(model) - sum(weight.numel() for weight in {layer.weight for layer in layers(model)})
         return 4 * (4 * gathered + 2 * others) * (ranks - 1) / ranks
@@ -142,7 +142,7 @@ def layers(model):
 
 
 def make_layers_the_courses(model):
-    """Give torch's Linear and Embedding layers the classes of the course's package as well, where it is installed."""
+    """Add the course's classes to torch's Linear and Embedding layers, if its package is installed."""
     try:
         basics = importlib.import_module("cs336_basics.model")
     except ModuleNotFoundError:

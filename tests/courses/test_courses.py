@@ -1,4 +1,4 @@
-"""Adapters for other courses' answers: a toy passes what it claims, and is seen to keep what it should shard."""
+"""Adapters for other courses' answers: a toy passes what it claims, and is caught keeping what it should shard."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from common.ranks.world import RankFailed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapters were tried on CPU ranks alone")
 SGD = "SGD with momentum"
-CLAIMED = {  # a course's functions -> the cells that they are asked in
+CLAIMED = {  # a course's functions -> the cells that they are tested in
     "DDP": [Cell("plain", "fp32", 2, optimizer=SGD), Cell("gpt-tiny", "fp32", 2, "groups and a scheduler")],
     "DDPOf2025": [Cell("mlp", "fp32", 2)],
     "BucketedDDP": [Cell("mlp", "fp32", 2)],
@@ -79,7 +79,7 @@ def test_layers_are_made_the_courses_and_compute_as_before(monkeypatch):
     assert torch.equal(model(tokens), before)
 
 
-def test_where_there_is_no_answer_or_not_what_it_imports_one_line_says_so(monkeypatch, tmp_path):
+def test_a_missing_answer_or_import_is_one_line(monkeypatch, tmp_path):
     file = tmp_path / "adapters.py"
     monkeypatch.setenv("STUDENT", str(file))
     with pytest.raises(InputError, match=r"adapters.py' is no file: .*OTHER_COURSES.md"):

@@ -1,6 +1,6 @@
-"""A toy answer by the names of both courses: every rank keeps the whole, so it solves no assignment that shards.
+"""A toy answer to both courses: every rank keeps everything, so it solves no assignment that shards.
 
-The engines below are the adapters with this file for the answer. CMU's is claimed at one rank: its shard is the whole.
+The engines below are the adapters with this file as the answer. CMU's is claimed at one rank: its shard is the whole.
 """
 
 import sys
@@ -13,7 +13,7 @@ from adapters import mean_over_ranks, share
 
 
 def answered(adapter):
-    """An adapter, the answer of which is in this file."""
+    """An adapter whose answer is in this file."""
     return type(adapter.__name__, (adapter,), {"answer": staticmethod(lambda: sys.modules[__name__])})
 
 
@@ -23,7 +23,7 @@ DDP, DDPOf2025, BucketedDDP, ShardedOptimizer, FSDP, ZeRO3 = map(
 
 
 class NotFilledIn(cs336.DDP):
-    """Nothing is there yet, which is not the same as a part that nobody claims."""
+    """An answer not filled in yet, which is not the same as not claimed."""
 
     @staticmethod
     def answer():
@@ -94,7 +94,7 @@ class ZeroDPStage3FCLayer:
 
 
 class ZeroDPAdam:
-    """torch's, over the arrays of the layers."""
+    """torch's Adam, over the layers' arrays."""
 
     def __init__(self, layers):
         weights = [torch.from_numpy(array) for layer in layers for array in (layer.w_shard, layer.b_shard)]

@@ -1,4 +1,4 @@
-"""Accelerate's loop by an engine, beside Accelerate's own; where the library is installed."""
+"""Accelerate's loop with an engine, compared with Accelerate's own, if the library is installed."""
 
 import hugging_face as hf
 import pytest
@@ -42,7 +42,7 @@ def prepared(accelerator):
 
 
 def loop(accelerator, model, optimizer, loader, rates, max_norm=None, saved=None):
-    """A plain loop, as Accelerate's users write it: this rank's losses, all ranks' predictions, norms."""
+    """A plain loop as Accelerate's users write it: this rank's losses, all ranks' predictions, norms."""
     losses, norms, predictions = [], [], []
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
@@ -78,7 +78,7 @@ def test_a_loop_by_an_engine_is_accelerates_own(world, name, what):
     (losses, norms, predicted, weights, rate), ours = found
     assert rate == ours[4]
     assert ours[1] == pytest.approx(norms, rel=1e-5)
-    if what in ("plain", "autocast") and world.size < 3:  # DDP divides before it adds: with 3 ranks that rounds
+    if what in ("plain", "autocast") and world.size < 3:  # DDP divides before it adds, which rounds at 3 ranks
         assert losses == ours[0]
         assert torch.equal(predicted, ours[2])
         assert hf.equal(weights, ours[3])

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: FSDP2 goes on from an engine's, and an engine from FSDP2's."""
+"""Checkpoints of torch.distributed.checkpoint: FSDP2 resumes from an engine's, and an engine from FSDP2's."""
 
 import copy
 import functools
@@ -20,9 +20,9 @@ from interop import peers
 from interop.export import export_folder
 from lab.compare import relative_difference
 
-MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups, and what has no elements
+MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups and an empty parameter
 
-QUICKLY = ["stage2_grad", "stage3_param"]  # by FSDP2, which takes a second each
+QUICKLY = ["stage2_grad", "stage3_param"]  # resumed by FSDP2 in a second each
 OTHERS = [stage for stage in SEVEN if stage not in QUICKLY]
 
 
@@ -41,7 +41,7 @@ def saved(world, stage, model, precision, folder):
 
 
 def script(model):
-    """A model and an optimizer as a script without engines has them, both to be overwritten."""
+    """A plain script's model and optimizer, both to be overwritten."""
     torch.manual_seed(7)
     module = Odd() if model == "odd" else models.build(model, device="cpu")
     if model != "odd":
@@ -55,9 +55,9 @@ def state_of(module, optimizer):
 
 
 def resume(module, optimizer, folder):
-    """What a script does to go on from a checkpoint."""
+    """Resume from a checkpoint as a script does."""
     state = state_of(module, optimizer) | {"extra": {"scheduler": {"last_epoch": 0}}}
-    with warnings.catch_warnings(action="ignore"):  # where there are no ranks torch says so
+    with warnings.catch_warnings(action="ignore"):  # torch warns when there are no ranks
         dcp.load(state, checkpoint_id=folder)
     set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return state["extra"]
@@ -95,7 +95,7 @@ def test_the_names_are_those_that_torch_gives_a_checkpoint(worlds, tmp_path, mod
 
 
 def stored(folder):
-    """What a folder holds: {key: its shape, None of what is no tensor}."""
+    """A folder's contents: {key: its shape, None if it is not a tensor}."""
     metadata = dcp.FileSystemReader(folder).read_metadata()
     return {key: getattr(told, "size", None) for key, told in metadata.state_dict_metadata.items()}
 
@@ -104,7 +104,7 @@ def stored(folder):
 
 
 def by_fsdp2(world, model, precision, folder, into):
-    """Go on by FSDP2: a step, a save, another step."""
+    """Resume with FSDP2: a step, a save, another step."""
     made = peers.FSDP2(models.build(model), UNFUSED, init=models.initial_values(9), precision=precision)
     resume(made.module, made.optimizer, folder)
     first = train_step(made, world, 2), made.full_state_dict()
@@ -119,11 +119,11 @@ def by_engine(world, stage, model, precision, folder):
 
 
 def there_and_back(worlds, folder, stage, model, precision, sizes):
-    """Save by an engine, go on by FSDP2, go on by the engine.
+    """Save with an engine, resume with FSDP2, then with the engine again.
 
     Returns:
-        Two pairs to compare: the step that FSDP2 took for the engine, and the one that the engine took for FSDP2; of
-        each step its loss and the weights after it.
+        Two pairs to compare: FSDP2's step in place of the engine's, and the engine's in place of FSDP2's; of each step
+        its loss and the weights after it.
     """
     there = worlds(sizes[0]).run(saved, stage, model, precision, folder / "own")
     export_folder(folder / "own", folder / "dcp", "dcp")
@@ -139,7 +139,7 @@ def test_fsdp2_goes_on_from_every_engine_at_another_world_size_and_it_from_fsdp2
     sizes = {"stage0_ddp": (2, 1, 3), "stage3_param": (3, 2, 1)}.get(stage, (1, 2, 2))
     for (one, ours), (other, theirs) in there_and_back(worlds, tmp_path, stage, "gpt-tiny", "fp32", sizes):
         assert abs(one - other) < 1e-6
-        # Gradients that are zero but for rounding are whole steps of AdamW.
+        # AdamW makes full steps of gradients that are zero except for rounding.
         assert relative_difference(ours, theirs) < 1e-4
 
 
@@ -191,17 +191,17 @@ def test_weights_alone_are_read_with_and_without_a_prefix(worlds, tmp_path, mode
 
 @pytest.fixture(scope="module")
 def state():
-    """What a script holds that has trained the odd model for a step; copied by those that spoil it."""
+    """The state of a script that has trained the odd model for a step; tests that spoil it copy it."""
     module, optimizer = script("odd")
     inputs, targets = batch(module, ALONE, 0)
     models.loss(module(inputs), targets).backward()
-    module.last.empty.grad = torch.zeros_like(module.last.empty)  # an optimizer keeps nothing of what has no gradient
+    module.last.empty.grad = torch.zeros_like(module.last.empty)  # an optimizer keeps no state without a gradient
     optimizer.step()
     return state_of(module, optimizer)
 
 
 def with_(path, value):
-    """Put another entry into a state, at a, b, c for state["a"]["b"]["c"]; None takes out what is there."""
+    """Replace an entry of a state, at a, b, c for state["a"]["b"]["c"]; None removes it."""
 
     def spoil(state):
         *outer, last = path
@@ -217,7 +217,7 @@ without = functools.partial(with_, value=None)
 
 
 def numbered(state):
-    """As `optimizer.state_dict()` has it."""
+    """In the form of `optimizer.state_dict()`."""
     names = {name: number for number, name in enumerate(state["optim"]["state"])}
     state["optim"]["state"] = {names[name]: value for name, value in state["optim"]["state"].items()}
     for group in state["optim"]["param_groups"]:
@@ -275,7 +275,7 @@ SPOILED = {
 
 
 def complaints(world, folders):
-    """What an engine says of each; it must be as it was."""
+    """An engine's message for each; the engine must stay unchanged."""
     made = build("stage3_param", "odd")
     train_step(made, world)
     before, found = (made.full_state_dict(), str(made.optimizer.state_dict())), []
@@ -287,7 +287,7 @@ def complaints(world, folders):
     return found
 
 
-def test_a_folder_that_is_not_whole_is_told(worlds, tmp_path, state):
+def test_an_incomplete_folder_is_refused(worlds, tmp_path, state):
     for name in ("cut", "part"):
         store(state, tmp_path / name)
     (tmp_path / "cut" / ".metadata").write_bytes((tmp_path / "cut" / ".metadata").read_bytes()[:100])

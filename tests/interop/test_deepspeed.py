@@ -1,4 +1,4 @@
-"""DeepSpeed's words: its scripts run unchanged, and each key of its JSON is obeyed, harmless or refused by name."""
+"""DeepSpeed's words: scripts run unchanged; each key of its JSON takes effect, is harmless or is refused by name."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
 USUAL = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAMW}
 WARMED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}
-ZERO = {  # engine -> what leads to it
+ZERO = {  # engine -> the configuration that selects it
     "stage0_ddp": {"stage": 0, "contiguous_gradients": True},
     "stage1_os": {"stage": 1, "reduce_bucket_size": 5e8},
     "stage2_grad": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
@@ -45,7 +45,7 @@ ZERO = {  # engine -> what leads to it
 
 
 def script(world, name, arguments):
-    """Run a script as it is, but that DeepSpeed is ours; what it prints."""
+    """Run a script unchanged, with our DeepSpeed; return its output."""
     said = io.StringIO()
     ours, argv = mock.patch.dict(sys.modules, deepspeed=deepspeed), [name, *map(str, arguments)]
     with ours, mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(said):
@@ -107,7 +107,7 @@ def test_the_loss_is_divided_and_the_last_micro_batch_steps(worlds, tmp_path, pr
     assert norms[0] == norms[1]
     assert norms[2] == norms[3] == pytest.approx(norms[0], rel=1e-2)
     alone = numbers(run(worlds, tmp_path, "accumulating", whole), "norm")
-    assert norms[0][0] < alone[0]  # the mean of three gradients, and no sum
+    assert norms[0][0] < alone[0]  # the mean of three gradients, not their sum
 
 
 def test_stage_3_has_a_model_built_in_parts_and_weights_that_one_rank_writes(worlds, tmp_path):
@@ -156,7 +156,7 @@ def nested(name, value):
 
 
 def with_key(name, value):
-    """The usual configuration, and a key in it."""
+    """The usual configuration with one more key."""
     ((first, nest),) = nested(name, value).items()
     inner = {**USUAL[first], **nest} if isinstance(nest, dict) and first in USUAL else nest
     return {**USUAL, first: inner}
@@ -209,7 +209,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_is_told_in_one_line(what):
+def test_a_bad_configuration_is_refused_in_one_line(what):
     config, words = BAD[what]
     assert re.search(words, refusal({**USUAL, **WARMED, **config}))
 
@@ -255,7 +255,7 @@ def test_a_class_of_torchs_is_found_for_the_optimizers_name():
     assert type(optimizer_of("SGD", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.SGD
 
 
-# ---- words beside them -----------------------------------------------------------------------------------------------
+# ---- other words -----------------------------------------------------------------------------------------------------
 
 
 def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(world):
@@ -273,7 +273,7 @@ def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(world):
 
 
 def refused_by(call, *arguments, **named):
-    """What it says who refuses a call, in one line."""
+    """The one-line message with which a call is refused."""
     with pytest.raises((InputError, RuntimeError, AttributeError)) as error:
         call(*arguments, **named)
     (line,) = str(error.value).splitlines()
@@ -281,7 +281,7 @@ def refused_by(call, *arguments, **named):
 
 
 def norm_of(engine):
-    """Of the gradient that there is."""
+    """The norm of the current gradient."""
     return gradient_norm(engine._engine.buckets, engine._engine.comm).item()
 
 
@@ -403,7 +403,7 @@ OTHERS |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
 
 
 def schedules():
-    """(scheduler, arguments): each subset of those that are left out, in warm-ups of 4 steps."""
+    """(scheduler, arguments) for each subset of arguments left out, with warm-ups of 4 steps."""
     for name, defaults in DEFAULTS.items():
         needed = {} if name == "WarmupLR" else {"total_num_steps": 9}
         ways = [argument for argument in defaults if argument in OTHERS]
@@ -424,7 +424,7 @@ def rates(name, arguments):
     return told
 
 
-def test_an_argument_of_a_scheduler_that_is_left_out_is_deepspeeds():
+def test_an_omitted_argument_of_a_scheduler_takes_deepspeeds_default():
     signatures = {name: inspect.signature(kind).parameters.values() for name, kind in KINDS.items()}
     assert {
         name: {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
@@ -446,11 +446,11 @@ def test_an_argument_of_a_scheduler_that_is_left_out_is_deepspeeds():
         ({"after": 1}, "'after'"),
     ],
 )
-def test_an_argument_of_a_scheduler_that_cannot_be_is_named(arguments, words):
+def test_a_bad_argument_of_a_scheduler_is_named(arguments, words):
     assert words in refused_by(rates, "WarmupLR", arguments)
 
 
-# ---- beside the real one ---------------------------------------------------------------------------------------------
+# ---- compared with the real one --------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
@@ -470,13 +470,13 @@ WORDS = """initialize add_config_arguments init_distributed get_accelerator util
 utils.RepeatingLoader zero.GatheredParameters zero.register_external_parameter runtime.utils.see_memory_usage
 comm.init_distributed ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam runtime.lr_schedules.WarmupLR
 runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR"""
-OTHERWISE = {"distributed_port", "client_state", "timeout", "tensor_overrides", "parser"}  # defaults, without effect
+OTHERWISE = {"distributed_port", "client_state", "timeout", "tensor_overrides", "parser"}  # defaults without effect
 
 
 @pytest.mark.exhaustive
 def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(deepspeed_place):
     methods = sorted(name for name, word in vars(Engine).items() if inspect.isfunction(word) and name[0] != "_")
-    methods.remove("to")  # of torch, where it takes anything
+    methods.remove("to")  # torch's, which takes anything
     paths, cases = [f"deepspeed.{word}" for word in WORDS.split()], list(schedules())
     words = [*paths, *(f"Engine.{name}" for name in methods)]
     asked = map(json.dumps, (MODULES, words, cases))

@@ -1,4 +1,4 @@
-"""diagnose finds what is planted: the step, the rank, the parameter and the cause; and says what a function needs."""
+"""diagnose finds planted faults, with step, rank, parameter and cause, and reports what a function needs."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from interop.diagnose.__main__ import DDP, diagnose, main
 SCRIPT = f"{ROOT}/tests/programs/to_diagnose.py"
 OWN, SUSPECT = "tests.programs.to_diagnose", "interop.diagnose.suspects"
 EXACT = [name for name in ENGINES if name != "zeropp"]
-PLANTED = {  # function -> engine -> (step, on rank, what differs first, the parameter, what it looks like)
+PLANTED = {  # function -> engine -> (step, rank, what differs first, the parameter, what it looks like)
     "plain": {
         f"{SUSPECT}:NoDivision": (1, 0, "norm", None, "as if gradients are added over ranks, and not divided"),
         f"{SUSPECT}:EachForItself": (1, 0, "norm", None, "as if each rank trains for itself"),
@@ -38,7 +38,7 @@ PLANTED = {  # function -> engine -> (step, on rank, what differs first, the par
     },
     "draws_by_the_way": {"stage3_param": (1, 0, "losses", None, "more or fewer random numbers were drawn")},
     "seeds_by_rank": {
-        DDP: (None, None, None, None, ""),  # to the bit, or rounded otherwise: as the processor has it
+        DDP: (None, None, None, None, ""),  # bitwise or rounded differently, depending on the processor
         "wrong_engines:FirstValuesNeverSent": (0, 1, "weights", None, "each rank begins with its own weights"),
         "stage0_ddp": (None, None, None, None, "refuses: parameter 'weight' differs between rank"),
     },
@@ -67,7 +67,7 @@ def test_what_is_planted_is_found(found, function, name):
     assert parameter in (None, rows[name]["parameter"])
 
 
-def test_it_is_told_by_how_much_of_the_step(found):
+def test_the_share_of_the_step_is_reported(found):
     rows = {row["engine"]: row for row in found("plain", tuple(PLANTED["plain"]))["rows"]}
     assert rows["wrong_engines:ParameterLeftOut"]["share_of_step"] == 1
     assert math.isclose(rows["wrong_engines:StepsTwice"]["share_of_step"], 1, rel_tol=0.01)
@@ -86,7 +86,7 @@ def test_every_engine_is_equal_to_the_bit_where_the_function_is_right(found, fun
     results = found(function, (DDP, *ENGINES), size)
     looks = {row["engine"]: row["looks_like"] for row in results["rows"]}
     assert looks.pop(DDP) in (causes.EQUAL, causes.ROUNDING)
-    assert looks.pop("zeropp") in (causes.QUANTIZES, causes.EQUAL)  # alone it sends nothing
+    assert looks.pop("zeropp") in (causes.QUANTIZES, causes.EQUAL)  # it sends nothing at one rank
     assert set(looks.values()) == {causes.EQUAL}
 
 
@@ -128,7 +128,7 @@ def test_a_note_says_what_the_function_needs(found, function, words):
         pytest.param("no_function", "the file has no function no_function", marks=SLOW),
     ],
 )
-def test_what_cannot_be_compared_is_told_in_one_line(found, function, words):
+def test_what_cannot_be_compared_is_reported_in_one_line(found, function, words):
     with pytest.raises(InputError) as error:
         found(function, ())
     assert words in str(error.value)
@@ -171,7 +171,7 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(found, function, nam
     assert goes_on["looks_like"] == causes.EQUAL
 
 
-def test_two_engines_of_ones_own_are_set_against_each_other(found):
+def test_two_engines_of_ones_own_are_compared(found):
     name = f"{SUSPECT}:NoDivision"
     (same,) = found("plain", (name,), against=name)["rows"]
     assert same["looks_like"] == causes.EQUAL

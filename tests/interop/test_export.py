@@ -1,4 +1,4 @@
-"""A checkpoint's model in one file: what a plain model loads, written in the memory of a tensor, or not at all."""
+"""A checkpoint's model in one file: a plain model loads it; it is written one tensor at a time, or not at all."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def test_parameters_are_cast_and_buffers_are_not(worlds, tmp_path, name, capsys)
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 TENSORS, ELEMENTS = 50, 2**21  # 420 MB in fp32
-ROOM = 70_000_000  # beside what importing torch takes: 250 MB here, 900 MB where it is built for CUDA
+ROOM = 70_000_000  # on top of importing torch: 250 MB here, 900 MB if built for CUDA
 LIMITED = """
 import pathlib, re, resource, sys
 {}
@@ -94,7 +94,7 @@ READ_ALL = LIMITED.format("from safetensors.torch import load_file", "load_file(
 
 
 def large_checkpoint(folder):
-    """A checkpoint of two ranks, made by hand, of which each holds a half of every tensor."""
+    """A checkpoint of two ranks, made by hand; each rank holds half of every tensor."""
     half = ELEMENTS // 2
     values, files = torch.arange(half, dtype=torch.float32), []
     for rank in range(2):
@@ -107,7 +107,7 @@ def large_checkpoint(folder):
 
 
 def by_hand(folder, shapes, pieces, files):
-    """The index of fp32 parameters, {name: shape}, that all lie in the same pieces."""
+    """The index of fp32 parameters, {name: shape}, all split alike."""
     others = {"dtype": "float32", "group": 0, "states": [], "scalars": {"dict": []}, "pieces": pieces}
     parameters = {name: {"shape": shape, **others} for name, shape in shapes.items()}
     index = {"optimizer": "SGD", "groups": [{"dict": []}], "loss_scaler": None, "buffers": {}}
@@ -116,7 +116,7 @@ def by_hand(folder, shapes, pieces, files):
 
 
 def limited(program, room, *arguments):
-    """Run a program that may take so many bytes of memory of its own once it has imported what it needs."""
+    """Run a program that may allocate so many bytes of memory after its imports."""
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     return run("-c", program, room, *arguments, **settings)
 
@@ -135,7 +135,7 @@ def test_a_model_larger_than_the_memory_is_exported(tmp_path):
         assert len(source.tensors) == TENSORS
         last = source.get_tensor(str(TENSORS - 1))
     assert torch.equal(last, torch.arange(ELEMENTS // 2) + torch.tensor([[0.0], [1.0]]))
-    assert limited(READ_ALL, ROOM, file).returncode != 0  # the limit is one
+    assert limited(READ_ALL, ROOM, file).returncode != 0  # the limit takes effect
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------
@@ -154,19 +154,19 @@ def checkpoint(worlds, tmp_path_factory):
     return folder
 
 
-def test_of_a_runs_folder_the_newest_complete_step_is_exported_and_named(checkpoint, tmp_path, capsys):
+def test_the_newest_complete_step_of_a_runs_folder_is_exported_and_named(checkpoint, tmp_path, capsys):
     older, newest, remnant = (tmp_path / f"step-{step:08}" for step in (90, 100, 110))
     for step in (older, newest):
         shutil.copytree(checkpoint, step)
-    remnant.mkdir()  # of a save that was interrupted
-    (older / "000001-rank-00001.safetensors").unlink()  # which would be refused
+    remnant.mkdir()  # of an interrupted save
+    (older / "000001-rank-00001.safetensors").unlink()  # so it would be refused
     main([str(tmp_path), str(tmp_path / "file")])
     assert capsys.readouterr().out.endswith(f", of {newest}\n")
     export(newest, tmp_path / "expected")
     assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path, capsys):
+def test_a_missing_checkpoint_is_named(tmp_path, capsys):
     assert "there is no checkpoint" in unexported(capsys, tmp_path / "missing", tmp_path / "file")
 
 
@@ -207,7 +207,7 @@ def test_the_checkpoint_is_not_written_over(checkpoint, tmp_path, capsys, monkey
     assert (index, files) == ((checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint)))
 
 
-def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_unwritable_path_is_refused_before_anything_is_read(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("interop.export.check_intact", lambda *_: pytest.fail("it reads"))
     (tmp_path / "text").write_text("no folder")
     (tmp_path / "folder").mkdir()
@@ -220,7 +220,7 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint
 
 
 @pytest.mark.parametrize("form", FOLDERS)
-def test_a_folder_is_new_or_told(checkpoint, tmp_path, capsys, form):
+def test_a_folder_that_exists_is_refused(checkpoint, tmp_path, capsys, form):
     (tmp_path / "file").write_text("of before")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -237,7 +237,7 @@ def test_a_folder_is_new_or_told(checkpoint, tmp_path, capsys, form):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link", "new"]
 
 
-def test_a_full_disk_leaves_the_file_of_before(checkpoint, tmp_path):
+def test_a_full_disk_leaves_the_old_file(checkpoint, tmp_path):
     (tmp_path / "file").write_text("of before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))

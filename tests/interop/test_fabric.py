@@ -1,4 +1,4 @@
-"""Lightning's Fabric with an engine's strategy, beside its own DDP; where the library is installed."""
+"""Lightning's Fabric with an engine's strategy, compared with its own DDP, if the library is installed."""
 
 import hugging_face as hf
 import pytest
@@ -33,7 +33,7 @@ def set_up(fabric):
 
 
 def loop(fabric, model, optimizer, rates, begin=0, accumulate=1, max_norm=None):
-    """A plain loop, as Fabric's users write it; the mean losses over ranks, and norms."""
+    """A plain loop as Fabric's users write it; return the mean losses over ranks, and norms."""
     text, losses, norms = hf.Windows(STEPS * accumulate * fabric.world_size).text, [], []
     for step in range(begin, STEPS):
         for micro in range(accumulate):
@@ -76,7 +76,7 @@ def test_a_loop_with_an_engine_is_that_with_ddp(world, name, what):
     (losses, norms, weights, rate), (ours, our_norms, other, our_rate) = found
     assert rate == our_rate
     assert our_norms == pytest.approx(norms, rel=1e-5)
-    if what in ("plain", "autocast") and world.size < 3:  # DDP divides before it adds: with 3 ranks that rounds
+    if what in ("plain", "autocast") and world.size < 3:  # DDP divides before it adds, which rounds at 3 ranks
         assert losses == ours
         assert hf.equal(weights, other)
     else:

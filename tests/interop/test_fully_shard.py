@@ -1,4 +1,4 @@
-"""FSDP2's words: its script runs with its imports changed, to the same losses; the rest is refused by name."""
+"""FSDP2's words: its script runs with changed imports to the same losses; the rest is refused by name."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).parent / "scripts/fsdp2.py"
 IN_16_BIT = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-# ---- beside the real one ---------------------------------------------------------------------------------------------
+# ---- compared with the real one --------------------------------------------------------------------------------------
 
 
 def script(world, text, arguments):
@@ -55,7 +55,7 @@ def test_a_script_of_fsdp2_gives_the_same_losses_with_its_imports_changed(
     near = {"fp32": 1e-6, "bf16": 1e-3}[precision]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=near)
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=near)
-    if limit == "1e9" and size < 3:  # of three gradients the sum depends on the order, and clipping rounds otherwise
+    if limit == "1e9" and size < 3:  # the sum of three gradients depends on the order
         assert ours["loss"] == theirs["loss"]
     assert ours["loss"][-1] < ours["loss"][0]
 
@@ -129,7 +129,7 @@ def test_what_is_refused_is_named_in_one_line(world):
 
 
 def refused(words_of_it, call):
-    """It is refused, in one line with these words."""
+    """Assert that the block is refused, in one line with these words."""
     (said,) = message_of(call).splitlines()
     assert re.search(words_of_it, said), said
 
@@ -156,7 +156,7 @@ def test_what_would_train_otherwise_is_refused_in_one_line_before_the_engine_is_
     refused("already", lambda: fully_shard(sharded()))
     mixed = sharded()
     fully_shard(mixed.first, mp_policy=IN_16_BIT)
-    optimizer = torch.optim.AdamW(mixed.parameters())  # noqa: F841  Python knows of it
+    optimizer = torch.optim.AdamW(mixed.parameters())  # noqa: F841  its existence matters
     refused("one mesh and one mp_policy", lambda: mixed(x))
     refused("^full_tensor is refused", sharded().first.weight.full_tensor)
 
@@ -195,7 +195,7 @@ def test_what_would_train_otherwise_is_refused_in_one_line_by_the_engine(world):
     refused("or to others: drop all of them", optimizer.step)
     optimizer.zero_grad()
     refused("'first.weight' got a gradient outside of the model's forward", (model(x).sum() + weight.sum()).backward)
-    trained(model, optimizer)  # it goes on
+    trained(model, optimizer)  # training continues
 
 
 # ---- gradients and weights -------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_gan_ends_as_under_ddp_whether_its_optimizers_or_models_drop_gradients
 
 def test_unshard_gathers_a_modules_own_unit_and_reshard_frees_it(world):
     model, optimizer = built()
-    model.unshard()  # there is nothing to do before the first forward
+    model.unshard()  # a no-op before the first forward
     trained(model, optimizer)
     weights = [model.first.weight, model.blocks[0][0].weight, model.blocks[1][0].weight]
     seen = []

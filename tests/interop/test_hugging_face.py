@@ -1,4 +1,4 @@
-"""Hugging Face's and Lightning's words: what needs none of these libraries; and the page, where they are installed."""
+"""Hugging Face's and Lightning's words: tests without the libraries, and the page, if they are installed."""
 
 import importlib
 import importlib.metadata
@@ -30,7 +30,7 @@ SCRIPTS = dict(
 
 
 def found(version):
-    """As if every library were of this version, or were not installed."""
+    """Pretend that every library has this version, or is not installed."""
     error = importlib.metadata.PackageNotFoundError
     answers = {"return_value": version} if version else {"side_effect": error}
     return mock.patch.object(importlib.metadata, "version", **answers)
@@ -70,7 +70,7 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).to(world.device)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if wrapped:
-            rates = torch.optim.lr_scheduler.StepLR(adamw, 2, 0.5)  # of the script's own optimizer
+            rates = torch.optim.lr_scheduler.StepLR(adamw, 2, 0.5)  # on the script's own optimizer
             engine = engine_for(name, model, adamw, {"clip_norm": 0.5})
             called, optimizer = Model(engine), Optimizer(engine, adamw)
         else:
@@ -82,7 +82,7 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
             loss = called(torch.randn(4, 16, device=world.device)).square().mean()
             engine.backward(loss)
             if wrapped:
-                norm = optimizer.clip(0.5) if step % 2 else torch.tensor(math.nan)  # else as the engine was built
+                norm = optimizer.clip(0.5) if step % 2 else torch.tensor(math.nan)  # otherwise as the engine was built
                 assert math.isnan(norm)
                 optimizer.step()
             else:
@@ -99,7 +99,7 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
     ):
         with pytest.raises((InputError, RuntimeError)):
             act()
-    assert called.get_submodule("0").in_features == 16  # what the model has besides
+    assert called.get_submodule("0").in_features == 16  # another attribute of the model
     (losses, weights), (ours, other) = told
     assert losses == ours
     assert hf.equal(weights, other)
@@ -107,7 +107,7 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
 
 @pytest.mark.parametrize("name", SEVEN)
 def test_a_gan_drops_gradients_by_whichever_zero_grad_it_has(world, name):
-    """What its maker's loss leaves in the critic is dropped by that of the engine, the model, or either optimizer."""
+    """Gradients that the generator's loss leaves in the critic are dropped by engine, model, or either optimizer."""
     told = []
     for drops in ("engine", "model", "optimizer", "own"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""As a library: what is imported, a program of one's own, and what needs a clone, which then says so."""
+"""As a library: imports, a user's own program, and commands that need a clone and say so."""
 
 import importlib
 import re
@@ -84,7 +84,7 @@ def test_what_a_rank_holds_is_told_by_class_and_with_its_peak(world, name):
     ids=["slides", "readme", "execute", "museum", "take"],
 )
 def test_what_needs_a_clone_says_so_in_one_line(tmp_path, monkeypatch, capsys, main, arguments, folder):
-    monkeypatch.setattr(outputs, "ROOT", tmp_path)  # where an installed package lies
+    monkeypatch.setattr(outputs, "ROOT", tmp_path)  # as in an installed package
     monkeypatch.chdir(tmp_path)
     said = refused(capsys, main, arguments)
     assert said.startswith(f"error: this needs {folder}/ of the repository, which is not installed: run it in a clone")

@@ -1,4 +1,4 @@
-"""The libraries people would otherwise use: each follows torch's DDP, holds what it should, says what it lacks."""
+"""Peers, the alternative libraries: each follows torch's DDP, holds what it should, and reports what it lacks."""
 
 import contextlib
 import functools
@@ -17,12 +17,12 @@ from interop import museum, peers
 from interop.peers.base import Peer
 from lab.compare import relative_difference
 
-# Bytes per parameter of (parameters, gradients, optimizer) in fp32 with Adam on n ranks, on average over them.
+# Bytes per parameter of (parameters, gradients, optimizer) in fp32 with Adam, averaged over n ranks.
 HOLDS = {
     peers.ZeroRedundancy: lambda n: (4, 4, 8 / n),
     peers.FSDP2: lambda n: (4 / n, 4 / n, 8 / n),
     peers.FSDP2KeepParameters: lambda n: (4 / n, 4 / n, 8 / n),
-    peers.DeepSpeed1: lambda n: (4, 4 / n, 12 / n),  # a master copy in fp32 too; of the gradient the shard is left
+    peers.DeepSpeed1: lambda n: (4, 4 / n, 12 / n),  # fp32 masters, too; the gradient's shard is kept
     peers.DeepSpeed2: lambda n: (4, 4 / n, 12 / n),
     peers.DeepSpeed3: lambda n: (4 / n, 4 / n, 12 / n),
 }
@@ -115,7 +115,7 @@ def test_the_norm_and_the_clipped_step_are_those_of_ddp(world, peer):
 
 
 def accumulated(world, peer, quiet):
-    """Two steps of three micro-batches each, of which the last is reduced; before them one that is dropped."""
+    """Two steps of three micro-batches, the last of them reduced, after a micro-batch that is dropped."""
     engine = make(peer)
     for step in range(2):
         for micro in range(4):
@@ -153,7 +153,7 @@ def test_gathered_weights_are_whole(world, peer):
 
 
 @pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if "bf16" in peer.precisions]))
-@pytest.mark.parametrize("model", ["gpt-tiny", "mlp"])  # of integers, of floating inputs
+@pytest.mark.parametrize("model", ["gpt-tiny", "mlp"])  # integer inputs, floating inputs
 def test_bf16_trains_fp32_weights_close_to_those_of_fp32(worlds, model, peer):
     rank = worlds(2).run(functools.partial(train, precision="bf16"), peer, model)[0]
     assert {tensor.dtype for tensor in rank["weights"].values()} == {torch.float32}
@@ -161,7 +161,7 @@ def test_bf16_trains_fp32_weights_close_to_those_of_fp32(worlds, model, peer):
     assert rank["losses"] != ddp(worlds, model)["losses"]
 
 
-# ---- what a peer does not do it says ------------------------------------------------------------------------------
+# ---- a peer refuses what it does not do ---------------------------------------------------------------------------
 
 
 def some_loss(engine):

@@ -1,4 +1,4 @@
-"""Engines and words that are taken away need nothing of this repository, and are the engines and the words."""
+"""Engines and words copied by `interop.take` need nothing else of this repository, and behave as here."""
 
 import pytest
 from commands import run
@@ -52,7 +52,7 @@ def test_the_suite_judges_the_copy(tmp_path, name):
     package = tmp_path / "taken_to_be_judged"
     main([name, str(package), "--no-verdict"])
     verdict = judge(package)
-    # Where ZeRO++ rounds a small gradient to the other sign, Adam steps the other way: three crossings that name AdamW
+    # If ZeRO++ rounds a small gradient to the other sign, Adam steps the other way: three crossings that name AdamW
     # end further off than "coarse" allows.
     assert verdict.endswith("Nothing fails.") or (name == "zeropp" and verdict.startswith("52 of 55 ")), verdict
     assert verdict in (package / "VERDICT.txt").read_text()

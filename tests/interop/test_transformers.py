@@ -1,4 +1,4 @@
-"""transformers' Trainer by every engine, beside the stock one under DDP; where the library is installed."""
+"""transformers' Trainer with every engine, compared with the stock one under DDP, if the library is installed."""
 
 import copy
 import functools
@@ -27,11 +27,11 @@ CASES = {  # what a script asks for
     "fused": {"optim": "adamw_torch_fused"},
     "SGD": {"optim": "sgd"},
 }
-SENDS_ONCE = ("stage0_ddp", "stage1_os")  # the sum of micro-batches, as DDP does; others send each
+SENDS_ONCE = ("stage0_ddp", "stage1_os")  # the sum of micro-batches, like DDP; others send each one
 
 
 def trained(world, folder, engine, arguments):
-    """What a Trainer has logged, and its model."""
+    """What a Trainer logged, and its model."""
     with hf.as_by_torchrun(world):
         made = hf.trainer(engine, folder, exact=True, **arguments)
         made.train()
@@ -40,7 +40,7 @@ def trained(world, folder, engine, arguments):
 
 @pytest.fixture(scope="module")
 def stock(worlds, tmp_path_factory):
-    """What the stock Trainer gives in a case, run once."""
+    """The stock Trainer's result in a case, run once."""
     return functools.cache(
         lambda what, ranks: worlds(ranks).run(trained, tmp_path_factory.mktemp("stock"), None, CASES[what])[0]
     )
@@ -168,7 +168,7 @@ def test_metrics_predictions_the_best_model_and_generation(world, tmp_path, name
 
 
 def evaluated_first(world, folder, name):
-    """The models of a run, and of one that evaluates before it trains."""
+    """The models of one run, and of another that evaluates before it trains."""
     found = []
     with hf.as_by_torchrun(world):
         for first in (False, True):
@@ -270,7 +270,7 @@ def test_what_the_page_says_of_an_engine_alone(world, tmp_path, name):
     if world.rank == 0:
         given = dict(state)
         model.save_pretrained(tmp_path / "tuned", state_dict=given)
-        assert not given  # it was emptied
+        assert not given  # save_pretrained emptied it
     torch.distributed.barrier()
     assert hf.equal(LlamaForCausalLM.from_pretrained(tmp_path / "tuned").state_dict(), state)
     with engine.gathered():

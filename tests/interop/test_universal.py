@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: what is written, what is refused, and that DeepSpeed goes on from them."""
+"""DeepSpeed's universal checkpoints: their contents, refusals, and that DeepSpeed resumes from them."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ def test_a_parameter_is_a_folder_of_its_master_its_states_and_the_step(worlds, t
     export_folder(tmp_path / "own", tmp_path / "folder", "universal")
     inner = tmp_path / "folder" / (tmp_path / "folder" / "latest_universal").read_text() / "zero"
     names = {path.name for path in inner.iterdir() if path.is_dir()}
-    assert names == weights.keys() - {"head.weight"}  # which is wte.weight, whose name comes first
+    assert names == weights.keys() - {"head.weight"}  # tied to wte.weight, whose name comes first
     masters = {name: torch.load(inner / name / "fp32.pt")["param"] for name in names}
     assert same_bits(masters, {name: weights[name] for name in names})
     for name in names:

@@ -1,4 +1,4 @@
-"""The bench: who takes part, who gets a time, and what is said of it."""
+"""The bench: which contestants take part, which get a time, and what is reported."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ CASE = Case("gpt-tiny", "fp32", 2, 2, 10.0)
 
 
 class Hasty(stage1_os.Engine):
-    """A wrong engine: it forgets half of its steps."""
+    """A wrong engine: it skips half of its steps."""
 
     name, follows, skips = "hasty", "stage1_os", False
 
@@ -32,7 +32,7 @@ class Hasty(stage1_os.Engine):
 
 
 class Loud(peers.TorchDDP):
-    """A library with much to say."""
+    """A library that prints a lot."""
 
     def __init__(self, *args, **options):
         print("a setting and another")
@@ -48,7 +48,7 @@ def options(**changes):
 
 
 def contestant(seconds, losses=(1.0,), **attributes):
-    """One whose timed rounds took so long: of one world [rounds] or of several [worlds, rounds]."""
+    """A contestant whose timed rounds took so long: [rounds] of one world, or [worlds, rounds]."""
     made = Contestant("stage1_os")
     made.seconds = [[9.0] * bench.WARM_UP + list(world) for world in np.atleast_2d(seconds)]
     vars(made).update(losses=losses, peak_bytes=1, **attributes)
@@ -57,7 +57,7 @@ def contestant(seconds, losses=(1.0,), **attributes):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A small bench, as a user types it: its JSON and what it printed."""
+    """A small bench, as a user types it: its JSON and its output."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     named = ("--precisions", "fp32,bf16", "--peers", "TorchDDP,ZeroRedundancy,FSDP2,BareLoop")
     done = run("-m", "lab.bench", *SMALL, *named, "--json", path)
@@ -89,7 +89,7 @@ def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
     assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2", "the bound"}
 
 
-def test_who_does_not_take_part_has_a_reason_and_no_number(written):
+def test_a_contestant_left_out_has_a_reason_and_no_number(written):
     found = {(r["engine"], r["precision"]): r for r in written[0]["rows"]}
     assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
     assert found["zero_redundancy", "bf16"]["median_seconds"] is None
@@ -98,7 +98,7 @@ def test_who_does_not_take_part_has_a_reason_and_no_number(written):
 def test_a_bound_tells_what_the_machine_allows(written):
     by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
     alone, bound, ours = (by_name[name] for name in ("bare_loop", "bare_loop and sockets", "stage1_os"))
-    assert alone["sent_bytes"] < ours["sent_bytes"] / 10  # what begins a round
+    assert alone["sent_bytes"] < ours["sent_bytes"] / 10  # the overhead of a round
     assert ours["sent_bytes"] == pytest.approx(bound["sent_bytes"], rel=0.1)
     assert alone["median_seconds"] < bound["median_seconds"]
     assert ours["ratios_to_peers"]["the bound"]["ratio"] > 0
@@ -110,21 +110,21 @@ def test_the_bound_grows_with_what_a_contestant_sends():
     assert bound.with_bytes(2 * bound.nbytes).timed == pytest.approx(np.full((1, 11), 2.0))
 
 
-def test_what_a_library_says_stands_in_the_log(tmp_path):
+def test_a_librarys_output_goes_to_the_log(tmp_path):
     (tmp_path / "log").write_text("before\n")
     bench.compare([Loud], CASE, options(worlds=1, rounds=1), tmp_path / "log")
     log = (tmp_path / "log").read_text()
     assert log.startswith("before\n")
-    assert log.count("a setting and another") == 4  # on two ranks, of the engine and of the small one before it
+    assert log.count("a setting and another") == 4  # on two ranks, from the engine and the small one before it
     assert log.count("FutureWarning: this will change") == 4
 
 
-def test_who_does_not_compute_the_same_gets_no_time():
+def test_a_contestant_with_other_losses_gets_no_time():
     rows = bench.bench(options(engines="stage1_os,test_bench:Hasty", steps=4))["rows"]
     by_name = {found["engine"]: found for found in rows}
     assert by_name["stage1_os"]["median_seconds"] > 0
-    assert np.shape(by_name["stage1_os"]["seconds"]) == (2, 6)  # without the rounds that warm up
-    assert by_name["stage1_os"]["ratio_to_torch_ddp"] is None  # DDP gave its losses and left
+    assert np.shape(by_name["stage1_os"]["seconds"]) == (2, 6)  # without warm-up rounds
+    assert by_name["stage1_os"]["ratio_to_torch_ddp"] is None  # DDP only provided its losses
     assert by_name["hasty"]["median_seconds"] is None
     assert "losses differ" in by_name["hasty"]["note"]
 
@@ -137,7 +137,7 @@ def test_any_step_may_show_a_difference(losses):
 
 
 def test_a_ratio_is_taken_within_rounds():
-    pace = np.linspace(1, 5, 11)  # a machine that slows down throughout
+    pace = np.linspace(1, 5, 11)  # a machine that keeps slowing down
     ratio, (low, high) = paired_ratio(contestant(1.1 * pace), contestant(pace))
     assert (ratio, low, high) == pytest.approx((1.1, 1.1, 1.1))
 
@@ -147,7 +147,7 @@ def test_a_bare_loop_is_a_peer_of_every_stage():
     alone = replace(CASE, world_size=1)
     found = row(stage, [stage, loop], contestant([1.0] * 11), alone)
     assert found["ratios_to_peers"]["bare_loop"]["ratio"] == pytest.approx(1.1)
-    assert row(stage, [stage, loop], contestant([1.0] * 11), CASE)["ratios_to_peers"] == {}  # whose ranks part
+    assert row(stage, [stage, loop], contestant([1.0] * 11), CASE)["ratios_to_peers"] == {}  # its ranks diverge
 
 
 def test_the_interval_widens_with_the_noise():

@@ -1,4 +1,4 @@
-"""The largest model under a hard limit: the limit holds, a lack of memory is told from a bug, the line is a line."""
+"""The largest model under a hard limit: the limit holds, running out is told from a bug, predictions are linear."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_what_is_no_size_is_refused(text):
 
 
 def take(world, size, cap):
-    """Fill a tensor of so many bytes under a cap on what comes on top."""
+    """Fill a tensor of so many bytes under a cap on further memory."""
     with capacity.hard_limit(world.device, capacity.held(world.device) + cap):
         torch.ones(size, dtype=torch.uint8, device=world.device)
     return torch.ones(size, dtype=torch.uint8, device=world.device).sum().item()
@@ -68,7 +68,7 @@ def test_the_limit_of_a_gpu_ends_with_its_context_too(monkeypatch):
     "said",
     [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "torch.AcceleratorError: CUDA error: out of memory",  # pinned memory, and what libraries take
+        "torch.AcceleratorError: CUDA error: out of memory",  # pinned memory, and the libraries' own
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "torch.distributed.DistBackendError: NCCL error: ncclUnhandledCudaError: Call to CUDA function failed.\n"
         "Last error:\nFailed to CUDA calloc async 608 bytes",
@@ -76,7 +76,7 @@ def test_the_limit_of_a_gpu_ends_with_its_context_too(monkeypatch):
     ],
 )
 def test_a_gpu_that_is_full_is_told_by_the_words_of_torch_and_nccl(said):
-    """As their sources have them: untried."""
+    """Their sources' words, untried."""
     assert capacity.ran_out_of_memory(RankFailed(f"rank 0 failed:\n\n{said}"))
 
 
@@ -110,7 +110,7 @@ def test_the_boundary_is_found_from_wherever_the_search_begins(largest, near):
 
 @pytest.fixture
 def small_simulations(monkeypatch):
-    """Predictions come faster from smaller models."""
+    """Smaller models make predictions faster."""
     monkeypatch.setattr(capacity, "SIMULATED", (4, 8))
 
 
@@ -129,7 +129,7 @@ def test_predictions_lie_on_a_line_and_cost_per_parameter_what_the_paper_says(pr
 
 
 def test_two_stages_for_real(tmp_path, small_simulations):
-    # What libraries and threads hold is the build's affair: a CUDA build's rank holds 2.5 times a CPU build's.
+    # Libraries and threads hold a share that depends on the build: 2.5 times as much per rank for CUDA as for CPU.
     held_before = capacity.attempt("stage3_param", "bf16", 1, 10**12, world_size=2).held_before
     path, cap = tmp_path / "capacity.json", f"{held_before // MB + 200}MB"
     options = ["--cap", cap, "--nproc", "2", "--oversubscribe", "--precisions", "bf16", "--json", str(path)]
@@ -146,7 +146,7 @@ def test_two_stages_for_real(tmp_path, small_simulations):
     assert capacity.table(results).markdown().count("\n|") == 4
 
 
-def test_what_does_not_fit_is_said(monkeypatch, small_simulations):
+def test_a_model_that_does_not_fit_is_reported(monkeypatch, small_simulations):
     monkeypatch.setattr(capacity, "attempt", lambda *_: capacity.Attempt(fits=False, held_before=400 * MB))
     row = capacity.row("stage0_ddp", "fp32", 401 * MB, world_size=2)
     assert (row["layers"], row["parameters"], row["measured_over_predicted"]) == (0, 0, None)

@@ -1,4 +1,4 @@
-"""Time on simulated streams: what an operation takes, what runs beside what, and what is exposed."""
+"""Time on simulated streams: what an operation takes, what overlaps, and what is exposed."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from lab.simulate.clock import Clock
 from lab.simulate.hardware import PRESETS
 from lab.simulate.world import Setting, simulate, simulated_world
 
-ROUND = replace(  # numbers that can be added in the head
+ROUND = replace(  # numbers for mental arithmetic
     PRESETS["a100-80g"],
     flops={4: 2e12, 2: 4e12},
     fraction=0.5,
@@ -55,10 +55,10 @@ M = 8 * 10**6  # bytes of a tensor on 8 ranks
     ("name", "ranks_per_node", "backend", "seconds"),
     [
         ("all_gather", 8, "nccl", 7 / 8 * M / 1e9),  # inside the node each rank sends 7 shards
-        ("all_gather", 8, "gloo", 7 / 8 * M / 1e9),  # and takes as long point to point
+        ("all_gather", 8, "gloo", 7 / 8 * M / 1e9),  # which takes as long point to point
         ("all_gather", 4, "nccl", 7 / 8 * M / 1e9),  # a ring crosses to the other node once, at twice the rate
         ("all_gather", 1, "nccl", 7 / 8 * M / 1e9),
-        ("all_to_all", 4, "nccl", 4 * 4 / 8 * M / 2e9),  # 4 ranks of a node send half of it across
+        ("all_to_all", 4, "nccl", 4 * 4 / 8 * M / 2e9),  # a node's 4 ranks send half of it across
         ("all_reduce", 8, "nccl", 2 * 7 / 8 * M / 1e9),
     ],
 )
@@ -73,11 +73,11 @@ def test_a_collective_takes_what_its_bytes_take_over_the_slowest_link(name, rank
         getattr(comm, name)(*arguments[name]).wait()
 
     clock = timed(work, ranks_per_node, backend)
-    assert clock.busy["collectives"] == pytest.approx(seconds, rel=0.01)  # and a division
+    assert clock.busy["collectives"] == pytest.approx(seconds, rel=0.01)  # plus a division
     assert clock.waited["collectives"] == pytest.approx(seconds, rel=0.01)
 
 
-def test_what_runs_beside_computation_is_not_exposed():
+def test_what_overlaps_with_computation_is_not_exposed():
     """Computation of 10 ms hides 7 ms of an all-gather; 3 ms hide 3 of them."""
 
     def work(side):
@@ -107,7 +107,7 @@ def test_a_slow_link_is_exposed_and_bounds_the_step(name):
         )
         row = simulate(setting, train_step)
         made[link] = row["time"]
-        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]  # of one step, though two are taken
+        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]  # of one step, though two are run
     assert made["slow"]["step_seconds"] > 2 * made["fast"]["step_seconds"]
     assert made["slow"]["exposed"]["collectives"] > made["fast"]["exposed"].get("collectives", 0)
     assert made["slow"]["bound"] == "collectives"

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: as many collectives as the engine says, and no wait of the host that it does not need."""
+"""A step's demands on a GPU: as many collectives as the engine says, and no needless wait of the host."""
 
 import pytest
 from training import ALL
@@ -6,7 +6,7 @@ from training import ALL
 from lab import bench, gpu_counts
 from lab.gpu_check import BENCH, CHECKS, checked, page
 
-# Offload looks at the bits of what has come up, in forward and in step; Infinity asks for the disks of all ranks.
+# Offload checks the bits of uploads, in forward and in step; Infinity asks about the disks of all ranks.
 SYNCS = {"offload": 2, "offload.nvme": 2}
 
 

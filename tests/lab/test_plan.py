@@ -1,4 +1,4 @@
-"""The planner's formulas are what the engines hold, send and move; its advice, and what it refuses."""
+"""The planner: its formulas match what the engines hold, send and move; its advice, and what it refuses."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way, per_node
 
 
 def test_a_model_may_be_too_large_for_its_nodes_host(tmp_path):
-    """200 B parameters have 3.2 TB of states, of which a DGX-2's 16 ranks have room for 1.5 on the host."""
+    """200 B parameters have 3.2 TB of states; a DGX-2's host holds 1.5 TB for its 16 ranks."""
     rows = results_of(tmp_path, "--params", "200e9", "--gpu", "v100-32g", "--world-size", "16")["rows"]
     fits = {row["way"]: row["fits"] for row in rows}
     assert (fits["ZeRO-Infinity, host"], fits["ZeRO-Infinity, disk"]) == (False, True)
@@ -65,13 +65,13 @@ def test_the_batch_that_fills_a_gpu_fits_and_is_nearly_the_largest():
 
 def test_the_largest_model_is_found_by_running_it(monkeypatch):
     monkeypatch.setitem(PRESETS, "small", replace(preset("v100-32g"), holds=4e9))
-    made = scaling.largest("small", 0, 1)  # 3.6 GB are 16 bytes of 225 M parameters, less than that with activations
+    made = scaling.largest("small", 0, 1)  # 3.6 GB hold 225 M parameters of 16 bytes, fewer with activations
     assert made["engine"] == "stage0_ddp"
     assert 1.2e8 < made["parameters"] < 2.25e8
 
 
 def test_figure_1_of_the_zero_paper(tmp_path, capsys):
-    """7.5 B parameters on 64 ranks: GB of model states."""
+    """GB of model states, for 7.5 B parameters on 64 ranks."""
     results = results_of(tmp_path, "--params", "7.5e9", "--world-size", "64", "--gpu", "v100-32g")
     held = [sum(row["states"].values()) / 1e9 for row in results["rows"][:4]]
     assert [round(gb, 1) for gb in held] == [120.0, 31.4, 16.6, 1.9]
@@ -99,6 +99,6 @@ def test_a_slow_link_asks_for_more_computation(tmp_path):
     assert "ZeRO++" in told
 
 
-def test_where_nothing_fits_it_says_what_takes_least(tmp_path):
+def test_when_nothing_fits_it_says_what_takes_least(tmp_path):
     told = results_of(tmp_path, "--params", "1T", "--world-size", "1", "--budget", "1GB")["advice"]
     assert told.startswith("Nothing fits into 1 GB")

@@ -1,4 +1,4 @@
-"""Every engine runs on fake tensors, as one rank of a world that no machine here could hold, and counts as it does."""
+"""Every engine runs on fake tensors, as one rank of a world too large for this machine, with a real run's counts."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision, m
     assert (counts["peaks"]["gathered units"] > 0) == (stage in ("stage3_param", "offload.nvme", "zeropp"))
 
 
-# ---- simulated, and measured ----------------------------------------------------------------------------------------
+# ---- simulated and measured -----------------------------------------------------------------------------------------
 
 
 def measured(world, engine, options):
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, si
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_disks_buffers_are_the_hosts_where_that_is_another_memory(backend):
-    """On a rank that is a CPU they are taken from the memory that it has."""
+    """On a CPU rank they come out of the rank's own memory."""
     setting = Setting(find_engine("offload.nvme"), f"{__name__}:make_wide_model", 1, sequence=8, backend=backend)
     disk, host = (simulate(replace(setting, own={"tiers": tier}), train_step)["peak_bytes"] for tier in ("nvme", "cpu"))
     assert (disk > host) == (backend == "gloo")
@@ -96,7 +96,7 @@ def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation
             train_step(made, micro_batches)
     assert moments.peak_bytes() == moments.worst.nbytes == timeline.peak_bytes()
     assert moments.worst.phase == "backward"
-    assert moments.worst.part in ("blocks.2", "blocks.3")  # with the next unit on its way
+    assert moments.worst.part in ("blocks.2", "blocks.3")  # with the next unit in flight
     assert len(moments.samples) < len(timeline.samples)
 
 

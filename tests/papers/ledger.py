@@ -1,9 +1,9 @@
 """The papers' numbers, each beside what the engines hold and send when they run: `make papers`.
 
-Nothing is computed by a paper's formula. Engines train a model on as many simulated ranks as the paper has; bytes per
-parameter, or elements sent, are read from their meters, and multiplied by the paper's number of parameters. A number is
-reproduced where it is the one that is printed, rounded or cut as it is printed there. The model has no padding: weights
-that 1024 ranks divide.
+No number comes from a paper's formula. Engines train a model on as many simulated ranks as the paper has; bytes per
+parameter, or elements sent, are read from their meters and multiplied by the paper's number of parameters. A number is
+reproduced if it equals the printed one, rounded or truncated as printed. The model has no padding: 1024 ranks divide
+its weights.
 """
 
 import math
@@ -32,7 +32,7 @@ P_OS, P_OS_G, P_OS_G_P = STAGES[1:]
 ZERO, OFFLOAD, INFINITY, ZEROPP = "ZeRO", "ZeRO-Offload", "ZeRO-Infinity", "ZeRO++"
 TEXTS = "secondary texts"
 K = 1024
-PEAK = 70e12  # operations a second that sec. 4 of ZeRO-Infinity takes for its GPU's
+PEAK = 70e12  # operations per second, the GPU peak of ZeRO-Infinity's sec. 4
 DEVICE = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
 
 
@@ -40,7 +40,7 @@ DEVICE = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
 
 
 class Stack(nn.Module):
-    """Square matrices, one after the other; `recomputed` each again in backward."""
+    """Square matrices in sequence; with `recomputed`, backward recomputes each."""
 
     def __init__(self, recomputed=False):
         super().__init__()
@@ -63,12 +63,12 @@ def make_recomputed():
 
 
 def make_operator():
-    """A block's largest operator."""
+    """The largest operator of a block."""
     return nn.Sequential(nn.Linear(SIDE, 4 * SIDE, bias=False)), make_stack()[1]
 
 
 def wide_gpt():
-    """Blocks of 12 hd^2 parameters: attention over so few tokens takes next to nothing."""
+    """Blocks of 12 hd^2 parameters, with so few tokens that attention costs almost nothing."""
     return GPT(GPTConfig(4, 2 * K, heads=16, sequence=32, vocabulary=1))
 
 
@@ -76,7 +76,7 @@ def wide_gpt():
 
 
 def counts(engine, model="make_stack", **more):
-    """What a rank counts of a step in bf16 with Adam, of a model of this file or another that `Setting` takes."""
+    """A rank's counts for a step in bf16 with Adam, of a model of this file or another that `Setting` takes."""
     if model in globals():
         model, more = f"{__name__}:{model}", {"sequence": 8, **more}
     return simulate(Setting(find_engine(engine), model, **{"world_size": 1, **more}, precision="bf16"), train_step)
@@ -84,29 +84,29 @@ def counts(engine, model="make_stack", **more):
 
 @cache
 def ran(engine, ranks, per_node=None, **own):
-    """What a rank counts of the stack."""
+    """A rank's counts for the stack."""
     return counts(engine, world_size=ranks, ranks_per_node=per_node, own=own)
 
 
 def on_device(**tiers):
-    """Bytes of model states for each parameter on the device, of one rank with some states in other tiers."""
+    """Bytes of model states per parameter on the device, at one rank with some states in other tiers."""
     return sum(counts("offload.nvme", own={"tiers": DEVICE | tiers})["model_state_bytes"].values()) / PSI
 
 
 def held(engine, ranks, times=1, **own):
-    """Bytes of model states for each parameter, on the device; of so many billions of them GB."""
+    """Bytes of model states per parameter on the device; GB, given billions of parameters."""
     return times * (sum(ran(engine, ranks, **own)["model_state_bytes"].values()) / PSI)
 
 
 def sent(engine, ranks=64, **own):
-    """Elements sent for each parameter; the law's (N-1)/N is taken out, as papers do."""
+    """Elements sent per parameter, without the factor (N-1)/N, which papers omit."""
     return sum(ran(engine, ranks, **own)["wire_bytes_per_step"].values()) / 2 / PSI * ranks / (ranks - 1)
 
 
 def across(which, ranks=64, per_node=8, **own):
-    """What a node of ZeRO++ sends to others in a step, over M = 2Ψ.
+    """What a node of ZeRO++ sends to others per step, over M = 2Ψ.
 
-    `which` is a slice: of that by rings, each of which leaves it once, and that by second hops.
+    `which` is a slice of (bytes of rings, each of which leaves the node once; bytes of second hops).
     """
     flat = hops = 0
     for collective, nbytes in ran("zeropp", ranks, per_node, keep_last=False, **own)["wire_bytes_per_step"].items():
@@ -119,9 +119,9 @@ def across(which, ranks=64, per_node=8, **own):
 
 
 def efficiency(bandwidth, model, tiers=None, **more):
-    """How much of a step computes, of a device with this peak and with this bandwidth to what lies beside it.
+    """The percentage of a step that computes, on a device with this bandwidth to the other tiers and peak `PEAK`.
 
-    Nothing else takes time, and nothing is hidden. (ZeRO-Infinity's formula is ait bw / (ait bw + peak).)
+    Nothing else takes time, and nothing overlaps. (ZeRO-Infinity's formula is ait bw / (ait bw + peak).)
     """
     fast = dict.fromkeys(("memory", "inside", "between", "bus", "disk", "host_memory", "holds"), 1e30)
     fast |= {"disk" if tiers and "nvme" in tiers.values() else "bus": bandwidth}
@@ -133,7 +133,7 @@ def efficiency(bandwidth, model, tiers=None, **more):
 
 
 def checkpoint_bytes():
-    """Bytes that leave the device where activation checkpoints do, over b s hd nl of the model."""
+    """Bytes that leave the device when activation checkpoints do, over b s hd nl of the model."""
     model, samples, leaving = models.build("gpt-mini"), 2, {"offload_activations": True}
     row = counts(P_OS_G, "gpt-mini", batch=samples, checkpoint_activations="non-reentrant", **leaving)
     elements = samples * (model.window - 1) * model.wte.weight.shape[1] * len(model.blocks)
@@ -141,13 +141,13 @@ def checkpoint_bytes():
 
 
 def operator_bytes():
-    """What comes and goes at the worst moment, for each element of the operator."""
+    """Transient memory at the worst moment, per element of the operator."""
     resident = counts("offload.nvme", "make_operator")["worst"].resident
     return sum(resident[name] for name in ("gathered units", "buckets in flight", "gradients")) / (4 * SIDE**2)
 
 
 def block_bytes():
-    """Activations of a block that is computed again, at their peak; what does not grow with s is taken out."""
+    """Activations of a recomputed block, at their peak, without what does not grow with s."""
     peaks = []
     for sequence in (K, 2 * K):
         model = partial(GPT, GPTConfig(1, K, heads=8, sequence=sequence, vocabulary=1))
@@ -156,12 +156,12 @@ def block_bytes():
 
 
 def kept_and_stepped(times=1):
-    """Bytes of model states on disk for each parameter, and of the fp32 gradient that a step makes."""
+    """Bytes of model states on disk per parameter, and of the fp32 gradient that a step makes."""
     return times * (sum(ran("offload.nvme", 1, tiers="nvme")["disk_state_bytes"].values()) / PSI + 4)
 
 
 def gpt(layers, width):
-    """Parameters of a GPT, counted; 1e12 of them."""
+    """The parameter count of a GPT, in units of 1e12."""
     with torch.device("meta"):
         return models.count(GPT(GPTConfig(layers, width, heads=1, sequence=1, vocabulary=1))) / 1e12
 
@@ -171,15 +171,15 @@ def gpt(layers, width):
 
 @dataclass(frozen=True)
 class Claim:
-    """A number of a paper.
+    """A number from a paper.
 
     Attributes:
-        paper, place, says: where it stands, and of what.
-        printed: as it is printed; of a text that contradicts its paper what that text says.
-        ours: returns the number that an engine counts; None where that cannot be run here.
-        note: in what ours is another thing.
-        wrong: it is a text's, and ours refutes it.
-        differs: ours does it in another way, which the note tells, and has another number.
+        paper, place, says: where it stands, and what it claims.
+        printed: the number as printed; for a text that contradicts its paper, the text's number.
+        ours: returns the number that an engine counts; None if it cannot be run here.
+        note: how ours differs.
+        wrong: a text's claim, which ours refutes.
+        differs: ours works differently, as the note tells, and has another number.
     """
 
     paper: str
@@ -209,13 +209,13 @@ class Claim:
 
 
 def agrees(value, printed):
-    """Whether a number is the printed one: rounded to its digits, or cut there, as tables do with large ones."""
+    """Whether a number is the printed one: rounded to its digits, or truncated, as tables do with large ones."""
     digits = len(printed.partition(".")[2])
     cut = math.floor(value * 10**digits + 1e-6) / 10**digits
     return float(printed) in (round(value, digits), cut)
 
 
-TABLE_1 = (  # size, billions; on 1 to 1024 ranks GB in stage 1, 2 and 3
+TABLE_1 = (  # size, billions; GB in stages 1, 2 and 3 on 1 to 1024 ranks
     ("7.5 B", 7.5, "120 52.5 35.6 31.4 30.4 30.1", "120 41.3 21.6 16.6 15.4 15.1", "120 30 7.5 1.88 0.47 0.12"),
     ("128 B", 128, "2048 896 608 536 518 513", "2048 704 368 284 263 257", "2048 512 128 32 8 2"),
     ("1 T", 1000, "16000 7000 4750 4187 4046 4011", "16000 5500 2875 2218 2054 2013", "16000 4000 1000 250 62.5 15.6"),
@@ -243,7 +243,7 @@ def zero():
     for stage, printed in zip(STAGES, TABLE_2, strict=True):
         for degree, billions in zip((1, 2, 4, 8, 16), printed.split(), strict=True):
             says = f"B parameters in 32 GB, {stage}, 64 ranks x {degree}"
-            # The paper multiplies what it has rounded.
+            # The paper multiplies rounded numbers.
             yield claim("table 2", says, billions, lambda s=stage, d=degree: d * round(32 / held(s, 64), 1))
     for stage, elements in zip(STAGES, ("2", "2", "2", "3"), strict=True):
         own = {"keep_last": False} if stage == P_OS_G_P else {}
@@ -318,7 +318,7 @@ def zeropp():
 
 
 def texts():
-    """What is written about the papers, and is not what they say."""
+    """Statements about the papers that the papers do not make."""
     wrong, plain = partial(Claim, TEXTS, "", wrong=True), partial(sent, "stage0_ddp")
     yield wrong("elements that stage 1 sends", "3", partial(sent, P_OS), "its first half is a reduce-scatter")
     yield wrong("elements that data parallelism sends", "1.5", plain)
@@ -330,7 +330,7 @@ def texts():
 
 
 def adam_over_parameters():
-    """Its states are of one size, but not of the parameters' size."""
+    """The size of Adam's states over that of the parameters."""
     states = ran("stage0_ddp", 1)["model_state_bytes"]
     return states["optimizer"] / states["parameters"]
 

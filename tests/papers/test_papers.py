@@ -1,10 +1,10 @@
-"""The papers' numbers are those of the engines, and what contradicts a paper is refuted. All of them: `make papers`."""
+"""The engines reproduce the papers' numbers, and refute what contradicts a paper. All of them: `make papers`."""
 
 import ledger
 import pytest
 
 CLAIMS = ledger.claims()
-SAMPLE = CLAIMS[::8]  # of every paper
+SAMPLE = CLAIMS[::8]  # from every paper
 
 
 @pytest.mark.parametrize("claim", SAMPLE, ids=lambda claim: f"{claim.paper}: {claim.says}")

@@ -10,13 +10,13 @@ from training import UNFUSED, make_engine, message_of, same_bits, train_step
 
 
 def counts(made):
-    """Every count of bytes with its prediction."""
+    """Every byte count with its prediction."""
     measured, predicted = made.accounting.measured(), made.accounting.predicted()
     return {name: (measured[name], predicted[name]) for name in predicted}
 
 
 def accounts(world, engine, folder):
-    """Every count of bytes is as predicted."""
+    """Every byte count is as predicted."""
     made = make_engine(engine, precision="bf16", clip_norm=1.0)
     for step in range(3):
         made.comm.traffic.reset()
@@ -25,7 +25,7 @@ def accounts(world, engine, folder):
 
 
 def loads_what_was_saved(world, engine, folder):
-    """A training goes on from a checkpoint as if there had been none."""
+    """A training resumes from a checkpoint as if it had not been interrupted."""
     first = make_engine(engine, optimizer=UNFUSED, precision="bf16")
     train_step(first, world)
     first.save(folder)
@@ -38,7 +38,7 @@ def loads_what_was_saved(world, engine, folder):
 
 
 def says_on_every_rank_that_a_disk_failed(world, engine, folder):
-    """Where a disk fails on one rank, every rank raises in that step, and nobody steps by what was lost."""
+    """If a disk fails on one rank, every rank raises in that step, and none steps with the lost data."""
     made = make_engine(engine)
     train_step(made, world)
     error = OSError(errno.EIO, os.strerror(errno.EIO))
@@ -48,7 +48,7 @@ def says_on_every_rank_that_a_disk_failed(world, engine, folder):
 
 
 def leaves_nothing(world, engine, folder):
-    """The room on the disk goes with the engine."""
+    """The disk space is released with the engine."""
     made = make_engine(engine)
     fd = made.tier["nvme"].file._fd
     del made

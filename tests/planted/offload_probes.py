@@ -1,4 +1,4 @@
-"""Probes of Offload: bits, bytes and delays that an engine with its states on the host promises."""
+"""Probes of Offload: the bits, bytes and delays that an engine with states on the host promises."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from training import BUCKET_MB, UNFUSED, make_engine, same_bits, train_step
 
 
 def delayed(world, engine, folder, lane="late", steps=5):
-    """A delayed training is that of a plain loop with the same delay, whenever the host's steps run."""
+    """A delayed training equals a plain loop with the same delay, whenever the host's steps run."""
     ends = []
     for name in ("offloaded:DelayedLoop", engine):
         with on_lane(lane, world.rank) if name == engine else contextlib.nullcontext():
@@ -26,7 +26,7 @@ def delayed(world, engine, folder, lane="late", steps=5):
 
 
 def loads_over_what_is_under_way(world, engine, folder):
-    """A load while a delayed update is under way ends with what was saved, and trains on from there."""
+    """A load while a delayed update is in flight restores what was saved, and training goes on from there."""
     ends = []
     for interrupted in (False, True):
         made = make_engine(engine, precision="bf16")
@@ -43,7 +43,7 @@ def loads_over_what_is_under_way(world, engine, folder):
 
 
 def counts(world, engine, folder):
-    """Bytes on the device, on the host and over the bus are those predicted, and those of the paper."""
+    """Bytes on the device, on the host and over the bus equal the predicted ones and the paper's."""
     made = make_engine(engine, precision="bf16", clip_norm=1.0)
     for step in range(WARM_UP + 3):
         made.comm.traffic.reset()
@@ -60,7 +60,7 @@ def counts(world, engine, folder):
 
 
 def lies_on_the_host(world, engine, folder):
-    """Masters, gradients and moments are shared mappings, which no limit on private memory counts."""
+    """Masters, gradients and moments are shared mappings, which limits on private memory do not count."""
     made = make_engine(engine)
     train_step(made, world)
     states = [value for state in made.optimizer.state.values() for value in state.values() if value.dim()]

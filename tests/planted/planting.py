@@ -1,9 +1,9 @@
-"""What a planted fault is, how it is planted in an engine's code, and what a probe finds of it.
+"""Planted faults: what they are, how they are planted in an engine's code, and what a probe finds.
 
-A fault is called with the engine's class and returns a context manager, within which the fault is there. Its name says
-what is wrong. It is the same on every rank, so that none waits for another in vain, and does not depend on who is
-early. The probe that shows it is a cell of the equivalence matrix, or a function: `probe(world, engine, folder)` runs
-on every rank and returns the promises that are broken.
+A fault is called with the engine's class and returns a context manager, within which the fault is active. Its name says
+what is wrong. It is the same on every rank, so that none hangs, and does not depend on timing. The probe that shows it
+is a cell of the equivalence matrix, or a function: `probe(world, engine, folder)` runs on every rank and returns the
+broken promises.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Edit:
-    """A fault that is another text in a module: while it is there, all functions of the module run that text's code.
+    """A fault as a changed module text: while it is active, all functions of the module run the changed code.
 
     Attributes:
         name: what is wrong.
-        module: its name, "engine" for the engine's own.
-        texts: [(what stands there once, what stands in its place)].
+        module: its name; "engine" is the engine's own.
+        texts: [(a text that occurs once, its replacement)].
     """
 
     name: str
@@ -65,7 +65,7 @@ class Edit:
 
 @contextlib.contextmanager
 def running(module, code):
-    """In this context all functions of a module run what they are in `code`, that of another text."""
+    """In this context all functions of a module run their counterparts in `code`, compiled from a changed text."""
     codes = dict(functions(module, code))
     before = {function: function.__code__ for function in codes}
     try:
@@ -78,7 +78,7 @@ def running(module, code):
 
 
 def functions(owner, code):
-    """Functions of a module or class, its classes' too: (function, its code within that of the module or class)."""
+    """Functions of a module or class, with its inner classes': (function, its code within the enclosing code)."""
     for part in (part for part in code.co_consts if isinstance(part, CodeType)):
         held = vars(owner).get(part.co_name)
         if isinstance(held, property):
@@ -90,7 +90,7 @@ def functions(owner, code):
 
 
 def read(name, engines, known, size=3):
-    """The mutants of a list in faults.toml; `known` has its probes, and its groups of engines, by name."""
+    """The mutants of a list in faults.toml; `known` maps names to probes and to groups of engines."""
     mutants = []
     for module, faults in tomllib.loads(Path(__file__).with_name("faults.toml").read_text())[name].items():
         for fault, (shown, *texts) in faults.items():
@@ -101,7 +101,7 @@ def read(name, engines, known, size=3):
 
 
 def shown_by(mutants, probe, engines, size=3):
-    """Put a fault into a list of mutants."""
+    """A decorator: add a fault, with the probe that shows it, to a list of mutants."""
 
     def register(plant):
         mutants.append(Mutant(plant, probe, engines, size))
@@ -117,7 +117,7 @@ def replaced(owner, name, fault):
 
 
 def preceded(owner, name, by):
-    """Have `by`, given the same, come before a method or function."""
+    """Call `by`, with the same arguments, before a method or function."""
 
     def fault(original, *args, **options):
         by(*args, **options)
@@ -127,7 +127,7 @@ def preceded(owner, name, by):
 
 
 def followed(owner, name, by):
-    """Have `by`, given the same, come after a method or function."""
+    """Call `by`, with the same arguments, after a method or function."""
 
     def fault(original, *args, **options):
         result = original(*args, **options)
@@ -143,12 +143,12 @@ def healthy(engine):
 
 
 def broken(**promises):
-    """The names of the promises that were not kept."""
+    """The names of the broken promises."""
     return [name for name, kept in promises.items() if not kept]
 
 
 def planted(world, plant, engine, run, *args):
-    """Run `run(world, engine, ...)` while the fault is there; an exception comes back as text."""
+    """Run `run(world, engine, ...)` with the fault active; return an exception as text."""
     with plant(find_engine(engine)):
         try:
             return run(world, engine, *args)
@@ -157,7 +157,7 @@ def planted(world, plant, engine, run, *args):
 
 
 def leave(worlds, size, answers):
-    """Those of ranks that raised, whose world is left: another rank may still wait in it for what they did not send."""
+    """Close a world in which ranks raised: another rank may still wait there for their messages."""
     raised = [answer for answer in answers if isinstance(answer, str)]
     if raised:
         worlds(size).close(kill=True)
@@ -165,7 +165,7 @@ def leave(worlds, size, answers):
 
 
 def broken_promises(worlds, folder, plant, engine, probe, size):
-    """What a probe finds wrong, on any rank."""
+    """The promises that a probe finds broken, on any rank."""
     if isinstance(probe, Cell):
         ranks = worlds(probe.world_size).run(planted, plant, engine, train_cell, probe)
         raised = leave(worlds, probe.world_size, ranks)

@@ -1,4 +1,4 @@
-"""Faults of the stages, each with the probe that shows it: those of faults.toml, and those that take more."""
+"""Faults of the stages, each with the probe that shows it: those of faults.toml, and those that take more code."""
 
 import contextlib
 import functools
@@ -79,7 +79,7 @@ def a_tied_parameter_has_two_places(engine):
             original(self)
 
     def gradient_ready(original, self, bucket, name, parameter):
-        if parameter.grad is not None:  # the other place has it
+        if parameter.grad is not None:  # otherwise the other place has it
             original(self, bucket, name, parameter)
 
     with replaced(engine, "partition", partition), replaced(engine, "gradient_ready", gradient_ready):
@@ -89,7 +89,7 @@ def a_tied_parameter_has_two_places(engine):
 @shown_by(probes.two_buckets_in_flight, engines=STAGES[2:3])
 @contextlib.contextmanager
 def a_bucket_does_not_wait_for_room(engine):
-    def hold_reductions(self, loss):  # none ends before backward does
+    def hold_reductions(self, loss):  # none completes before backward does
         self.late = threading.Event()
         if not isinstance(self.comm.lane, InlineLane):
             self.comm.lane.submit(self.late.wait)

@@ -1,4 +1,4 @@
-"""Probes of the stages, beside the matrix: small trainings that need no baseline, or bring it along."""
+"""Probes of the stages, in addition to the matrix: small trainings that need no baseline, or bring their own."""
 
 from pathlib import Path
 
@@ -20,12 +20,12 @@ from common.measure.memory import Timeline
 
 
 def formula(engine, per_parameter):
-    """Bytes of model states where padding counts as parameters, and a number of 4 bytes as each bucket's step count."""
+    """Bytes of model states: padding counts as parameters, and each bucket's step count takes 4 bytes."""
     return round(per_parameter * sum(bucket.padded_numel for bucket in engine.buckets)) + 4 * len(engine.buckets)
 
 
 def accounts(model, world, engine, folder):
-    """Bytes held and sent are those predicted and those of the paper; all ranks end with the same weights."""
+    """Bytes held and sent equal the predicted ones and the paper's; all ranks end with the same weights."""
     made = make_engine(engine, model, clip_norm=1.0)
     for index in range(2):
         made.comm.traffic.reset()
@@ -40,7 +40,7 @@ def accounts(model, world, engine, folder):
 
 
 def accounts_of_a_sum(world, engine, folder):
-    """In bf16 a step of two backwards holds their sum in fp32, in place of gradients of which it keeps no more."""
+    """In bf16 a step of two backwards holds their sum in fp32, in place of gradients that it no longer keeps."""
     made = make_engine(engine, "gpt-tiny", precision="bf16")
     for index in range(2):
         tokens, targets = batch(made.module, world, index)
@@ -66,7 +66,7 @@ def gradients_travel_once(case, world, engine, folder):
 
 
 def in_flight(world, engine, model):
-    """The peak of gradients on their way and receive buffers in a step; two buckets of them and one buffer."""
+    """A step's peak of gradients in flight and receive buffers; and the limit, two buckets and one buffer."""
     made = make_engine(engine, model)
     train_step(made, world)
     made.synchronize()
@@ -78,7 +78,7 @@ def in_flight(world, engine, model):
 
 
 def two_buckets_in_flight(world, engine, folder):
-    """Two buckets at most hold gradients on their way, and one has a receive buffer."""
+    """At most two buckets have gradients in flight, and one has a receive buffer."""
     peak, bound = in_flight(world, engine, "gpt-tiny")
     return broken(bound=peak <= bound)
 
@@ -93,9 +93,9 @@ def stepped_once(world, engine, factor=1.0, **options):
 
 
 def norm_is_that_of_the_gradient(world, engine, folder):
-    """The norm that a step reports is that of the mean gradient: before clipping, without the loss scale.
+    """A step reports the norm of the mean gradient: before clipping, without the loss scale.
 
-    A gradient 2^80 times smaller has a norm 2^80 times smaller, though its squares are no numbers in fp32.
+    A gradient 2^80 times smaller has a norm 2^80 times smaller, though its squares underflow in fp32.
     """
     usual, _ = stepped_once(world, engine, clip_norm=1e3)
     smaller, _ = stepped_once(world, engine, clip_norm=1e3, factor=2.0**-80)
@@ -109,7 +109,7 @@ def norm_is_that_of_the_gradient(world, engine, folder):
 
 
 def clipping_only_shrinks(world, engine, folder):
-    """A gradient below the norm to clip to is stepped as it is."""
+    """A gradient whose norm is below the limit is not changed."""
     _, free = stepped_once(world, engine)
     _, bounded = stepped_once(world, engine, clip_norm=1e3)
     return broken(weights=same_bits(free, bounded))
@@ -126,21 +126,21 @@ def trained(world, engine):
 
 
 def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
-    """Where collectives run no earlier than somebody waits for them, a training ends with the baseline's bits."""
+    """If collectives run only when they are waited for, a training ends with the baseline's bits."""
     reference = trained(world, "baseline:AverageAfterBackward")
     with on_lane("late", world.rank):
         return broken(weights=same_bits(trained(world, engine), reference))
 
 
 def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
-    """Where copies run late, and the host steps as soon as it may, a training ends with the baseline's bits."""
+    """If copies run late, and the host steps as early as allowed, a training ends with the baseline's bits."""
     reference = trained(world, "baseline:AverageAfterBackward")
     with on_lane("late", world.rank, prompt=("host",)):
         return broken(weights=same_bits(trained(world, engine), reference))
 
 
 def old_graphs_do_not_go_backward(world, engine, folder):
-    """A graph of before a step was computed with weights that are gone: its backward raises."""
+    """A graph from before a step used weights that are gone: its backward raises."""
     made = small_engine(world, engine)
     old = loss(made(inputs(world, 0)))
     step(made, inputs(world, 1))
@@ -152,11 +152,11 @@ def old_graphs_do_not_go_backward(world, engine, folder):
 
 
 def writes_to_freed_weights_are_lost(world, engine, folder):
-    """What is written to a weight of stage 3 while it is freed reaches no other one, and is gone after a step."""
+    """A write to a freed weight of stage 3 reaches no other weight, and is gone after a step."""
     made, found = small_engine(world, engine, make=Tiny), []
     weights = [weight for weight in made.module.parameters() if weight.numel()]
     for written in weights:
-        with torch._C.DisableTorchFunctionSubclass():  # past what refuses it
+        with torch._C.DisableTorchFunctionSubclass():  # bypasses the refusal
             written.data.fill_(5.0)
             found += [other.isnan().all() for other in weights if other is not written]
         step(made, inputs(world, 0))
@@ -169,7 +169,7 @@ def writes_to_freed_weights_are_lost(world, engine, folder):
 
 
 def steps_of(world, made, factors):
-    """Steps whose loss, on the last rank alone, is multiplied by a factor each: which are skipped, the scale after."""
+    """Steps with a factor each on the last rank's loss; return which were skipped, and the scale after each."""
     results = []
     for factor in factors:
         value = loss(made(inputs(world, made.good)))
@@ -183,7 +183,7 @@ OVERFLOW = 1e30
 
 
 def scale_follows(world, engine, folder):
-    """The loss scale is halved from the second overflow on, and doubles after two good steps in a row."""
+    """The loss scale halves from the second overflow on, and doubles after two good steps in a row."""
     made = small_engine(world, engine, "fp16")
     made.good = 0
     found = steps_of(world, made, [OVERFLOW, OVERFLOW, OVERFLOW, 1, 1, OVERFLOW, 1, OVERFLOW, 1])
@@ -193,7 +193,7 @@ def scale_follows(world, engine, folder):
 
 
 def skipped_without_a_trace(factor, world, engine, folder):
-    """A step that overflows is skipped, and training goes on as if it had not been."""
+    """A step that overflows is skipped, and training goes on as if it had never happened."""
     ends = []
     for factors in ([1, factor, 1], [1, 1]):
         made = small_engine(world, engine, "fp16")
@@ -204,7 +204,7 @@ def skipped_without_a_trace(factor, world, engine, folder):
 
 
 def overflow_is_agreed(world, engine, folder):
-    """An overflow in the gradients of one rank is one for all."""
+    """An overflow in one rank's gradients makes every rank skip."""
     made = small_engine(world, engine, "fp16")
     made.backward(loss(made(inputs(world, 0))))
     if world.rank == world.size - 1:
@@ -216,7 +216,7 @@ def overflow_is_agreed(world, engine, folder):
 
 
 def resumes(world, engine, folder):
-    """A training that was saved and loaded goes on as the one that was not interrupted."""
+    """A training that was saved and loaded goes on like one that was not interrupted."""
     first, second = (small_engine(world, engine, "fp16", net(block=Counting)) for _ in range(2))
     for index in range(3):
         step(first, inputs(world, index))
@@ -238,7 +238,7 @@ def refuses_what_is_damaged(world, engine, folder):
     if world.rank == 0:
         file = min(Path(folder).glob("*.safetensors"))  # rank 0's; others may hold nothing but padding
         contents = bytearray(file.read_bytes())
-        contents[-1] ^= 1  # in the values, behind the header
+        contents[-1] ^= 1  # in the values, after the header
         file.write_bytes(contents)
     made.comm.gather_objects("the file is damaged")
     try:
@@ -260,7 +260,7 @@ class HalfUsed(Block):
 
 
 def distilled(world, engine):
-    """Student and teacher are trained by one loss, of which a rank leaves weights unused; backward is the student's."""
+    """One loss trains student and teacher, and one rank leaves weights unused; the student's backward runs."""
     options = {"make": net(block=HalfUsed), "bucket_mb": 1e-6}
     student, teacher = (small_engine(world, engine, seed=seed, **options) for seed in range(2))
     for index in range(2):
@@ -272,7 +272,7 @@ def distilled(world, engine):
 
 
 def two_engines_share_a_loss(world, engine, folder):
-    """A backward through two engines trains both as it trains two models without any engine."""
+    """A backward through two engines trains both, like two models without engines."""
     pairs = zip(distilled(world, engine), distilled(world, "baseline:AverageAfterBackward"), strict=True)
     student, teacher = (same_bits(ours, theirs) for ours, theirs in pairs)
     return broken(student=student, teacher=teacher)

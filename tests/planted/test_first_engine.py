@@ -1,4 +1,4 @@
-"""The suite as one who writes a first engine meets it: the page's engine passes, a bug in it is found and named."""
+"""The suite as the author of a first engine meets it: the page's engine passes, and a bug is found and named."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ EVALUATED = Cell("resnet-tiny", "fp32", 3, "evaluated between steps", optimizer=
 
 
 def passes(worlds, engine, cell, folder):
-    """Whether an engine passes a cell, None where it does not claim it."""
+    """Whether an engine passes a cell; None if it does not claim it."""
     try:
         ranks = worlds(cell.world_size).run(train_cell, name_of(engine), cell, str(folder))
     except RankFailed:
@@ -40,14 +40,14 @@ def passes(worlds, engine, cell, folder):
 
 
 def sample(engine, most):
-    """So many of the cells that an engine is judged by, spread over them; those of first engines are in fp32."""
+    """So many of an engine's cells, evenly spread; a first engine's are in fp32."""
     cells = [as_judged(name_of(engine), cell) for cell in CELLS if cell.precision == "fp32"]
     cells = [cell for cell in cells if wrong_engines.BUGS.get(engine, bool)(cell) and cell.world_size < 8]
     return cells[:: -(-len(cells) // most)]
 
 
 def sizes(most):
-    """So many cells of an engine, and all of them among the exhaustive tests."""
+    """So many cells of an engine, and all of them in the exhaustive tests."""
     return pytest.mark.parametrize("most", [most, pytest.param(len(CELLS), marks=pytest.mark.exhaustive)])
 
 
@@ -66,7 +66,7 @@ def test_a_bug_fails_in_most_of_the_cells_that_it_touches(worlds, tmp_path, bug,
     assert found.count(False) > (len(found) - found.count(None)) / 2
 
 
-WHERE = {  # bug -> what is said of a cell
+WHERE = {  # bug -> the message for a cell
     suspects.NoDivision: (
         PLAIN,
         r"after step 1: .* is .*, not .*, on rank 0 \(.* on every rank\); .* 2\.00 times as far",
@@ -129,11 +129,11 @@ def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
 
 
 def test_the_pages_engine_passes_its_command():
-    """The cells of the matrix are another test's."""
+    """Another test covers the cells of the matrix."""
     assert "Nothing fails" in suite("first_engine:DataParallel", "--quick", "-k", "test_heard")
 
 
-def test_the_last_line_does_not_say_that_nothing_fails_where_the_suite_itself_does():
+def test_the_last_line_does_not_say_that_nothing_fails_if_the_suite_itself_does():
     said = suite("first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder")
     assert re.search(r"\d errors? in ", said)
     assert "Nothing fails" not in said

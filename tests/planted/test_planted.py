@@ -27,7 +27,7 @@ CASES = [(mutant, engine) for mutant in MUTANTS for engine in mutant.engines]
 
 
 def changes_the_engine(plant):
-    """Whether a fault is planted in the engine's own class; others are in what several engines share."""
+    """Whether a fault is planted in the engine's own class; others are in code that several engines share."""
     if isinstance(plant, Edit):
         return plant.module in ("engine", EngineBase.__module__)
     return any(step.argval == "engine" and step.opname.startswith("LOAD") for step in dis.get_instructions(plant))
@@ -43,12 +43,12 @@ CHOSEN = {
 
 
 def probed(cases):
-    """Probes of these mutants, each once: [(probe, engine, size)]."""
+    """The probes of these mutants, each once: [(probe, engine, size)]."""
     return dict.fromkeys((mutant.probe, engine, mutant.size) for mutant, engine in cases)
 
 
 def marked(cases, chosen):
-    """Cases for a test, of which those that are not chosen are part of `make test-all` only."""
+    """Cases for a test; those not chosen are part of `make test-all` only."""
     return [case if case in chosen else pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
@@ -74,7 +74,7 @@ def test_a_mutant_is_caught(worlds, tmp_path, mutant, name):
 
 @pytest.mark.parametrize(("probe", "name", "size"), marked(probed(CASES), probed(CHOSEN)), ids=label)
 @pytest.mark.one_in(3)
-def test_no_probe_finds_fault_with_the_healthy_engine(worlds, tmp_path, probe, name, size):
+def test_no_probe_finds_a_fault_in_a_healthy_engine(worlds, tmp_path, probe, name, size):
     assert broken_promises(worlds, tmp_path, healthy, name, probe, size) == []
 
 

@@ -1,4 +1,4 @@
-"""What sharded trainers have got wrong in silence fails, and the message says what it is."""
+"""Silent faults of sharded trainers fail the suite, and the message names them."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ SHOWN = sorted(QUICK.intersection(CROSSINGS), key=lambda cell: ("AdamW" in cell.
 
 
 def first_failure(worlds, wrong, folder):
-    """The first crossing of the sample that an engine does not pass, of those that it touches."""
+    """The sample's first crossing that an engine fails, among those that its fault touches."""
     name = name_of(wrong)
     for cell in (as_judged(name, cell) for cell in SHOWN if IDEAS[wrong](cell)):
         try:
@@ -34,7 +34,7 @@ def first_failure(worlds, wrong, folder):
 
 @pytest.mark.parametrize("wrong", IDEAS, ids=lambda wrong: wrong.__name__)
 @pytest.mark.one_in(3)
-def test_where_options_cross_a_failure_names_the_idea(worlds, tmp_path, wrong):
+def test_a_failure_where_options_cross_names_the_idea(worlds, tmp_path, wrong):
     cell = first_failure(worlds, wrong, tmp_path)
     assert cell is not None
     assert wrong.__doc__ in first_difference(worlds, worlds, name_of(wrong), cell, str(tmp_path))
@@ -49,14 +49,14 @@ def late_worlds(tmp_path_factory):
 
 @pytest.mark.parametrize("engine_of", [*IN_TIME, *EARLY], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("size", [2, 3])
-def test_where_collectives_run_late_who_reads_too_early_fails(worlds, late_worlds, size, engine_of):
+def test_reading_before_waiting_fails_when_collectives_run_late(worlds, late_worlds, size, engine_of):
     cell = Cell("plain", "fp32", size, optimizer="SGD with momentum")
     ranks = trained(late_worlds, name_of(engine_of), cell)
     assert (judge(worlds, cell, ranks)[0] == "fail") == (engine_of in EARLY)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.alone  # it has a minute
+@pytest.mark.alone  # it is allowed a minute
 @pytest.mark.parametrize("wrong", [*IDEAS, *OTHERS], ids=lambda wrong: wrong.__name__)
 def test_the_sample_notices_it_within_a_minute(wrong):
     command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--quick"]

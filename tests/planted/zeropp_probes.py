@@ -14,35 +14,35 @@ from common.loop import sha256
 
 
 def steps_of(values, block, largest):
-    """For each element of a shard the step of its block, in float64 [n]."""
+    """The quantization step of each element's block, in float64 [n]."""
     parts = [part.abs().amax().expand(len(part)) for part in values.double().split(block)]
     return torch.cat(parts) / largest
 
 
 def bound_of_mean(pieces, per_node, block):
-    """How far the mean of pieces [N, n] may be off after their hops, element by element: half a step for each rounding.
+    """The bound on the error of the mean of pieces [N, n], per element: half a step for each rounding.
 
-    One hop rounds every rank's piece; a second one every node's sum.
+    One hop rounds every rank's piece; a second hop rounds every node's sum.
     """
     pieces = pieces.double()
     off = sum(steps_of(piece, block, 7) for piece in pieces) / 2
     if 1 < per_node < len(pieces):
         sums = pieces.view(-1, per_node, pieces.shape[1]).sum(dim=1)
-        # What a node adds up is off itself, so its steps may be larger than those of the exact sum.
+        # A node's sum has an error itself, so its steps may be larger than those of the exact sum.
         slack = [steps_of(total.abs() + off, block, 7) for total in sums]
         off = off + sum(slack) / 2
     return off / len(pieces) * (1 + 1e-5)
 
 
 def uneven(numel, block, seed):
-    """Numbers whose blocks differ in size by powers of ten: the scale of a neighbour is far off."""
+    """Numbers whose blocks differ by powers of ten, so a neighbour's scale is far off."""
     generator = torch.Generator().manual_seed(seed)
     powers = torch.randint(-3, 4, (-(-numel // block),), generator=generator).repeat_interleave(block)[:numel]
     return torch.randn(numel, generator=generator) * 10.0**powers
 
 
 def reduced_by(engine, seed=0):
-    """For each bucket (the mean that its way made, the exact one, what it may be off), of this rank's shard."""
+    """For each bucket, on this rank's shard: (the mean computed, the exact one, the bound on the error)."""
     for number, bucket in enumerate(engine.buckets):
         local = uneven(bucket.padded_numel, engine.block, 1000 * seed + 10 * number + engine.rank)
         everyone = torch.stack(engine.comm.gather_objects(local))
@@ -55,14 +55,14 @@ def reduced_by(engine, seed=0):
 
 
 def means_are_within_their_bound(world, engine, folder):
-    """Every element of the mean is off by half a step for each time that it was rounded, at most."""
+    """Every element of the mean is off by at most half a step for each rounding."""
     made = make_engine(engine, "gpt-tiny")
-    near = [((mean - exact).abs() <= off).all() for mean, exact, off in reduced_by(made)]  # on every rank all of them
+    near = [((mean - exact).abs() <= off).all() for mean, exact, off in reduced_by(made)]  # every rank has all of them
     return broken(bound=all(near))
 
 
 def weights_are_within_their_bound(world, engine, folder):
-    """All ranks compute with the same weights, half a step at most from those that they keep."""
+    """All ranks compute with the same weights, at most half a step from the exact ones."""
     made = make_engine(engine, "gpt-tiny", seed=3)
     train_step(made, world)
     kept, near = made.full_state_dict(), []
@@ -80,7 +80,7 @@ def weights_are_within_their_bound(world, engine, folder):
 
 
 def bytes_are_as_predicted(world, engine, folder):
-    """Bytes held, sent and leaving a node are those predicted; the node's are what its ranks send to others."""
+    """Bytes held, sent and leaving a node are as predicted; the node's are what its ranks send to other nodes."""
     made = make_engine(engine, "gpt-tiny", clip_norm=1.0)
     for step in range(3):
         made.comm.traffic.reset()
@@ -100,13 +100,13 @@ def bytes_are_as_predicted(world, engine, folder):
 
 
 def copies_are_never_stale(world, engine, folder):
-    """With secondary shards a run ends with stage 3's bits: after updates, a load, a skipped step, evaluations."""
+    """With secondary shards a run keeps stage 3's bits, through updates, a load, a skipped step, evaluations."""
     ends = [eventful(world, name, f"{folder}/{name[:6]}") for name in ("stage3_param", engine)]
     return broken(losses=ends[0][0] == ends[1][0], weights=same_bits(ends[0][1], ends[1][1]))
 
 
 def eventful(world, name, folder):
-    """Train in fp16 through all that changes parameters, or does not; return losses and weights."""
+    """Train in fp16 through every event that may change parameters; return losses and weights."""
     made = make_engine(name, "gpt-tiny", precision="fp16", keep_last=False)
     made.loss_scaler = LossScaler(scale=2.0**10)
     losses = [train_step(made, world, 0)]
@@ -136,7 +136,7 @@ def loss_of(made, world, step):
 
 
 def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
-    """Where the lane runs no earlier than somebody waits, a training ends as it does else."""
+    """If the lane runs only when it is waited for, a training ends the same."""
     ends = []
     for lane in (contextlib.nullcontext(), on_lane("late", world.rank)):
         with lane:
@@ -154,7 +154,7 @@ def nothing_of_a_gradient_is_lost(world, engine, folder):
     exact = torch.stack(made.comm.gather_objects(local)).mean(dim=0)[bucket.shard(made.rank)]
     total = torch.zeros_like(exact)
     for time in range(16):
-        scale = 4.0 if time % 2 else 1.0  # the loss scaler's: what is carried was counted in units of the one before
+        scale = 4.0 if time % 2 else 1.0  # the loss scaler's: the carried error is in units of the previous scale
         bucket.local_gradients = local * scale
         bucket.reduce_with.reduce(bucket, scale).wait()
         total += bucket.gradient_shard / scale
@@ -164,7 +164,7 @@ def nothing_of_a_gradient_is_lost(world, engine, folder):
 
 
 def an_overflow_passes_and_leaves_nothing(world, engine, folder):
-    """Infinities in a gradient raise nowhere, show in the mean, and are gone in the next."""
+    """Infinities in a gradient raise no error, show in the mean, and are gone in the next."""
     made = make_engine(engine, "gpt-tiny")
     bucket = made.buckets[0]
     means = []

@@ -1,6 +1,6 @@
 """Training in which the last rank is killed in the middle of a collective: `python a_rank_that_dies.py STAGE`.
 
-Run by torchrun, three ranks. The others stay on when torchrun asks them to end, to say what they know.
+Run by torchrun on three ranks. The others outlive torchrun's request to end, to report what they know.
 """
 
 import os
@@ -11,7 +11,7 @@ from training import make_engine, train_step
 
 from common.ranks.world import launch
 
-AT = 20  # the message at which it dies: some collectives of the step are over, and this one has sent to one of two
+AT = 20  # the message at which it dies: mid-step, after this collective sent to one of two peers
 
 
 def train(world, stage):
@@ -24,7 +24,7 @@ def train(world, stage):
 
 
 def die_at(comm, number):
-    """Have this rank killed when it is about to send its message of this number."""
+    """Kill this rank when it is about to send the message of this number."""
     send, sent = comm._send, []
 
     def send_or_die(tensor, peer):

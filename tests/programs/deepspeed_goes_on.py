@@ -1,4 +1,4 @@
-"""A script of DeepSpeed's that goes on from a universal checkpoint: a step, of which rank 0 keeps the result.
+"""A DeepSpeed script that resumes from a universal checkpoint for one step; rank 0 writes the result.
 
 torchrun ... -m tests.programs.deepspeed_goes_on FOLDER STAGE PRECISION RESULT
 """
@@ -17,15 +17,15 @@ from common import models
 
 
 def main(folder, stage, precision, result):
-    """Train a step more; write the mean loss and the weights after it."""
+    """Train one more step; write the mean loss and the weights after it."""
     deepspeed.init_distributed(dist_backend="gloo")
-    torch.manual_seed(7)  # other weights than those of the checkpoint
+    torch.manual_seed(7)  # weights that differ from the checkpoint's
     module = models.build("gpt-tiny", device="cpu")
     config = {
         "train_micro_batch_size_per_gpu": 24 // dist.get_world_size(),
-        "optimizer": {"type": "AdamW", "params": {"lr": 5.0, "torch_adam": True}},  # the checkpoint knows better
+        "optimizer": {"type": "AdamW", "params": {"lr": 5.0, "torch_adam": True}},  # the checkpoint's rate replaces it
         "zero_optimization": {"stage": int(stage)},
-        "gradient_clipping": 0.0,  # DeepSpeed clips else
+        "gradient_clipping": 0.0,  # otherwise DeepSpeed clips
         "bf16": {"enabled": precision == "bf16"},
         "checkpoint": {"load_universal": True},
     }
@@ -42,7 +42,7 @@ def main(folder, stage, precision, result):
     if rank.rank == 0:
         torch.save((sum(losses) / rank.size, engine.global_steps, weights), Path(result))
     dist.barrier()
-    os._exit(0)  # at an ordinary end a thread of DeepSpeed's aborts the process now and then
+    os._exit(0)  # at a normal exit a DeepSpeed thread sometimes aborts the process
 
 
 if __name__ == "__main__":

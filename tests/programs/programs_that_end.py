@@ -1,8 +1,8 @@
-"""Programs of two ranks that end in different ways, by no call of an engine's. Prints how: {program: [exit codes]}.
+"""Programs of two ranks that end in different ways, without closing the engine. Prints {program: [exit codes]}.
 
-    python tests/programs/programs_that_end.py FOLDER STAGE:END ...     the folder is where ranks find each other
+    python tests/programs/programs_that_end.py FOLDER STAGE:END ...     ranks find each other in the folder
 
-Each rank is a fork of this one process, which imports torch once for all, and ends as any Python program does.
+Each rank is a fork of this process, which imports torch once for all, and ends like any Python program.
 """
 
 import datetime
@@ -13,7 +13,7 @@ import os
 import sys
 
 import torch
-import torch._dynamo  # an optimizer's first step would import it in every fork
+import torch._dynamo  # otherwise an optimizer's first step imports it in every fork
 import torch.distributed as dist
 from torch import nn
 
@@ -21,7 +21,7 @@ STAGES = {name: importlib.import_module(name) for name in ("stage0_ddp", "stage1
 
 
 def after_a_step(engine):
-    """The last thing that happens is a step."""
+    """The program ends after a step."""
 
 
 def after_a_forward(engine):
@@ -57,7 +57,7 @@ def train(stage, end, rank, file):
 
 
 def main(folder, *programs):
-    """Run programs, each in forks of this process that return from here."""
+    """Run programs, each in forks of this process; the forks return from here."""
     codes = {}
     for program in programs:
         stage, end = program.split(":")

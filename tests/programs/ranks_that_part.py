@@ -1,4 +1,4 @@
-"""Ranks that part: each calls an expert of its own, which stage 3 gathers as a unit. An example for common/RANKS.md:
+"""Ranks that diverge: each calls its own expert, which stage 3 gathers as a unit. An example for common/RANKS.md:
 
 ZERO_TRACE=1 python -m tests.programs.ranks_that_part
 """

@@ -1,4 +1,4 @@
-"""Training functions for `python -m interop.diagnose`, and engines: some are right, in others a fault is planted."""
+"""Training functions and engines for `python -m interop.diagnose`, some right, some with a planted fault."""
 
 import random
 from functools import partial
@@ -15,7 +15,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def model_of(*last):
-    """Weights are the same on all ranks, dropout and data are not."""
+    """A model with the same weights on all ranks, but different dropout and data."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), *last, nn.Linear(16, 4))
     torch.manual_seed(1 + dist.get_rank())
@@ -39,7 +39,7 @@ def loop(engine, *after, **how):
 
 
 def training(optimizer, *last, **options):
-    """A function that trains a model with these modules before the last, each made by a call."""
+    """Make a function that trains a model with these modules before the last, each built by a call."""
     return lambda Engine: loop(Engine(model_of(*(make() for make in last)), optimizer, **options))
 
 
@@ -51,7 +51,7 @@ dropout, running_statistics = training(ADAMW, partial(nn.Dropout, 0.5)), trainin
 
 def sixteen_bit(Engine):
     engine = Engine(model_of(), ADAMW, precision="bf16")
-    loop(engine, engine.optimizer.zero_grad)  # of no use here; scripts have it
+    loop(engine, engine.optimizer.zero_grad)  # not needed; scripts have it
 
 
 def in_groups(Engine):
@@ -84,7 +84,7 @@ def compiled(Engine):
 
 
 class Unused(nn.Module):
-    """Of two layers it uses the first; with `turns` odd ranks use the second."""
+    """Uses the first of two layers; with `turns`, odd ranks use the second."""
 
     def __init__(self, turns):
         super().__init__()
@@ -110,7 +110,7 @@ def same_data(Engine):
     loop(engine)
 
 
-# ---- as DDP would do it, and hardly what is meant --------------------------------------------------------------------
+# ---- as under DDP, but hardly intended -------------------------------------------------------------------------------
 
 
 def rates_by_rank(Engine):
@@ -184,7 +184,7 @@ def reads_a_weight(Engine):
 
 def draws_by_the_way(Engine):
     engine = Engine(model_of(), SGD)
-    if hasattr(engine, "comm"):  # of the engines here alone
+    if hasattr(engine, "comm"):  # only the engines here have it
         torch.rand(1)
     loop(engine)
 
@@ -203,7 +203,7 @@ def unequal_steps(Engine):
 
 
 def misses(call, *last):
-    """A function in which rank 1 leaves one call out."""
+    """Make a function in which rank 1 leaves out one call."""
 
     def train(Engine):
         engine = Engine(model_of(*last), SGD)

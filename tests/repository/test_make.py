@@ -1,4 +1,4 @@
-"""make and what is set up beside it: the targets are explained, the records reproducible, the versions named."""
+"""make and the project files: targets are explained, records reproducible, versions named."""
 
 import json
 import os
@@ -29,7 +29,7 @@ PACKAGES = (
 )
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 
-KEPT = {  # records whose command is gone: the page that shows them, and the commit that made them
+KEPT = {  # records whose command is gone: the page that shows them, the commit that made them
     "wait_in_step_cpu.json": ("results/README.md", "b032e99"),
     "words_hugging_face.json": ("interop/HUGGING_FACE.md", "d6e6811"),
     "offload_step_time.json": ("offload/README.md", "5254906"),
@@ -49,7 +49,7 @@ def test_bare_make_is_help_which_names_every_target_in_80_columns():
     assert make() == told
     targets = re.findall(r"^([\w-]+):(?!=)", MAKEFILE, re.MULTILINE)
     assert len(targets) > 10
-    explained = re.sub(", -", " make record-", " ".join(told.split()))  # one list names several
+    explained = re.sub(", -", " make record-", " ".join(told.split()))  # one list names several targets
     for target in targets:
         assert re.search(rf"\bmake {target}(?![\w-])", explained), target
     assert max(map(len, told.splitlines())) <= 80
@@ -61,7 +61,7 @@ def test_make_record_takes_the_commands_that_the_page_gives():
     recorded = make("--dry-run", "record")
     assert len(commands) >= 6
     for command in commands:
-        if "waits:Engine" not in command:  # of an engine that is no longer here
+        if "waits:Engine" not in command:  # an engine that no longer exists
             assert command in recorded
 
 
@@ -91,7 +91,7 @@ def test_the_citation_is_of_this_version():
     assert f"version: {common.__version__}\n" in citation
     assert re.search(rf"^## {re.escape(common.__version__)}", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert f"license: {PROJECT['license']}\n" in citation
-    for key in ("cff-version", "message", "title", "authors"):  # those that the format requires
+    for key in ("cff-version", "message", "title", "authors"):  # required by the format
         assert re.search(rf"^{key}:", citation, re.MULTILINE)
 
 

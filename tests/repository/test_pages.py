@@ -1,4 +1,4 @@
-"""The pages: their figures are those of the files under results/, and their links lead somewhere. And all names."""
+"""The pages: their figures equal those under results/, and their links work. And old names are gone everywhere."""
 
 import re
 import tomllib
@@ -22,7 +22,7 @@ def test_every_figure_in_a_readme_is_the_recorded_one():
 
 
 def anchors(page):
-    """What a link within a page can name: its headings, as GitHub writes them."""
+    """A page's anchors: its headings as GitHub writes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {anchor(heading) for heading in headings}
 

@@ -1,4 +1,4 @@
-"""The rooms: no import runs up, none in a circle, and a file is read in one sitting."""
+"""The rooms: imports run downwards and without cycles, and files are short enough to read in one sitting."""
 
 import ast
 import graphlib
@@ -8,8 +8,7 @@ from places import ROOT
 
 from common.engines import ENGINES
 
-# What a room may import beside itself. Engines derive from one another, see CONTRIBUTING.md; no other room may import
-# what is not named here.
+# What a room may import besides itself, and nothing else. Engines derive from one another, see CONTRIBUTING.md.
 ENGINE_ROOMS = sorted({engine.partition(".")[0] for engine in ENGINES})
 BELOW = {room: {"common", "zero_stages"} for room in ENGINE_ROOMS}
 BELOW |= {"offload": BELOW["offload"] | {"stage3_param"}, "zeropp": BELOW["zeropp"] | {"stage3_param"}}
@@ -19,12 +18,12 @@ BELOW["lab"] = {"interop", *BELOW["interop"]}
 BELOW["course"] = {"lab", *BELOW["lab"]}
 FILES = [file for room in BELOW for file in sorted(ROOT.glob(f"{room}/**/*.py"))]
 GROUND = ("errors", "tensors", "measure", "ranks", "data", "outputs")
-FLOORS = (*GROUND, "checkpoint", "engine", "tiers", "models")  # of common/, from the ground up; above them its commands
+FLOORS = (*GROUND, "checkpoint", "engine", "tiers", "models")  # of common/, bottom up; its commands are above them
 LINES, IN_COMMON = 450, 10_600
 
 
 def imported(path):
-    """The files of this repository that a file imports."""
+    """The repository's files that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -35,13 +34,13 @@ def imported(path):
 
 
 def module(name):
-    """The file of a module or package, in a list; an empty one where it is none of ours."""
+    """[the file of a module or package]; empty if it is not ours."""
     place = ROOT / name.replace(".", "/")
     return [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()]
 
 
 def place(path):
-    """The parts of a module's name."""
+    """A file's module name, in parts."""
     return path.relative_to(ROOT).with_suffix("").parts
 
 
@@ -71,5 +70,5 @@ def test_a_file_is_read_in_one_sitting(file):
     assert len(file.read_text().splitlines()) <= LINES
 
 
-def test_what_engines_stand_on_stays_short():
+def test_the_code_below_the_engines_stays_short():
     assert sum(len(file.read_text().splitlines()) for file in FILES if place(file)[0] == "common") <= IN_COMMON

@@ -1,4 +1,4 @@
-"""`make test` runs a sample of tests with many cases, in which no value of a parameter is forgotten."""
+"""`make test` samples tests with many cases, and every value of every parameter is in the sample."""
 
 import itertools
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ class Case(SimpleNamespace):
 
 
 def cases(**parameters):
-    """What pytest makes of a test that is parametrized so."""
+    """The cases that pytest makes of such a parametrized test."""
     products = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
     return [Case(nodeid=f"test[{given}]", callspec=SimpleNamespace(params=given)) for given in products]
 

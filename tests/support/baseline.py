@@ -1,7 +1,6 @@
 """The baselines: torch's DistributedDataParallel with a hook that sums in rank order; and no overlap at all.
 
-Both are written with torch's own collectives, so that they share no code with what they check. The second is
-`interop.peers.plain`.
+Both use torch's own collectives, so they share no code with what they check. The second is `interop.peers.plain`.
 """
 
 import torch
@@ -36,12 +35,12 @@ class OrderedDDP(ExactNorm, TorchDDP):
 
 
 class SecondRounding(OtherRounding):
-    """Rounded otherwise again."""
+    """Rounded in a second way."""
 
     smaller = 13 / 16
 
 
 class ThirdRounding(OtherRounding):
-    """And again."""
+    """Rounded in a third way."""
 
     smaller = 11 / 16

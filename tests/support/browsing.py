@@ -1,4 +1,4 @@
-"""Chromium, for the pages that a browser shows: its screens, and what is asked of a page there."""
+"""Chromium, for tests of pages: the screen sizes, and how a page is opened."""
 
 import contextlib
 import os
@@ -40,9 +40,9 @@ def chromium():
 
 @contextlib.contextmanager
 def opening(browser):
-    """`open_page(address, screen, scheme)`, a page that has loaded, and the list of addresses that pages asked for.
+    """Yield `open_page(address, screen, scheme)`, which returns a loaded page, and the addresses that pages fetched.
 
-    At the end no script has failed.
+    On exit, asserts that no script failed.
     """
     contexts, wrong, asked = [], [], []
 

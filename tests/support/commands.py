@@ -1,4 +1,4 @@
-"""Commands, as a user types them, and the one line with which they refuse what they cannot use."""
+"""Commands, as a user types them, and the one-line message with which they refuse bad input."""
 
 import json
 import os
@@ -18,16 +18,16 @@ def run(*arguments, cwd=ROOT, **settings):
 
 
 def result(path):
-    """How a training ended, of its JSON: digest of the weights, and losses."""
+    """How a training ended, from its JSON: digest of the weights, and losses."""
     written = json.loads(path.read_text())
     return written["param_sha256"], written["losses"]
 
 
 def wait_for(condition, within=60):
-    """Wait until it holds.
+    """Wait until a condition holds.
 
     Raises:
-        AssertionError: it does not, so many seconds later.
+        AssertionError: the condition does not hold within so many seconds.
     """
     deadline = time.monotonic() + within
     while not condition():
@@ -36,14 +36,14 @@ def wait_for(condition, within=60):
 
 
 def torchrun(*arguments, nproc=2, timeout=120, **settings):
-    """Run a script on ranks of torchrun's, which import what this program does; return the finished process."""
+    """Run a script under torchrun, with this program's import path; return the finished process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *arguments]
     environment, pipes = importing(OMP_NUM_THREADS="1", **settings), {"capture_output": True, "text": True}
     return subprocess.run([*map(str, command)], env=environment, timeout=timeout, check=False, **pipes)
 
 
 def refused(captured, command, *arguments):
-    """The one line with which a command ends, with status 2; `captured` is pytest's capsys or capfd."""
+    """The one-line message with which a command exits, with status 2; `captured` is pytest's capsys or capfd."""
     with pytest.raises(SystemExit) as end:
         command(*arguments)
     said = captured.readouterr()

@@ -1,4 +1,4 @@
-"""The texts of the engines, and what each stage has changed of the one before."""
+"""The engines' sources, and what each stage changes of the one before."""
 
 import ast
 import io
@@ -7,7 +7,7 @@ import tokenize
 from places import ROOT
 
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
-# What a stage has changed of the methods it shares with the stage before. All others are the same text.
+# The shared methods that a stage changes from the stage before. All others are the same text.
 CHANGED_METHODS = {
     "stage1_os": {"owned", "sends", "reduce", "update"},
     "stage2_grad": {"owned", "partition", "begin_backward", "gradient_ready", "reduce"},
@@ -28,7 +28,7 @@ def methods(stage):
 
 
 def code_lines(text):
-    """How many lines of a Python file hold code: not blank, not comment, not docstring."""
+    """The number of lines of code in a Python file, without blank lines, comments and docstrings."""
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):

@@ -1,4 +1,4 @@
-"""Failures by cause: which trait do all cells that fail have, and no cell that passes?"""
+"""Failures by cause: which trait do all failing cells share, and no passing cell?"""
 
 import itertools
 from collections import Counter, defaultdict
@@ -8,7 +8,7 @@ from trap_models import CASES
 
 
 def traits(cell):
-    """What can be said of a cell, as the end of a sentence about cells: "that accumulate"."""
+    """A cell's traits, each as the end of a sentence about cells: "that accumulate"."""
     option = OPTIONS[cell.option]
     by = option.optimizer or cell.optimizer
     said = [f"at {cell.world_size} rank{'s' * (cell.world_size > 1)}", f"in {cell.precision}", f"of {cell.model}"]
@@ -38,8 +38,8 @@ def grouped(cells):
         cells: {cell: its cause, or None where it passes}.
 
     Returns:
-        {cause: [(which cells, the cells)]}, the most frequent first. Cells are named by what they have in common and no
-        cell without that cause has; else by their number.
+        {cause: [(which cells, the cells)]}, the most frequent first. Cells are named by a trait that they share and
+        no cell without that cause has; otherwise by their number.
     """
     by_cause = defaultdict(list)
     for cell, cause in cells.items():

@@ -1,23 +1,23 @@
-"""A GPU that computes on the CPU and keeps the time of streams: it finds what may race on CUDA, without CUDA.
+"""A fake GPU that computes on the CPU and tracks the order of streams: it finds CUDA races without CUDA.
 
-Whatever runs in order is a *timeline*: a stream, or a thread of the host. Each has a vector clock (Lamport 1978,
-Mattern 1989): how far into every timeline it knows that all is done. A launch tells the stream what the host knows; a
-wait tells the waiter what the awaited knew. Two accesses to the same bytes, one of them a write, race unless the later
-one's timeline knew of the earlier. It does not matter how fast anything is, so no luck is needed to see it.
+Anything that runs in order is a *timeline*: a stream, or a host thread. Each has a vector clock (Lamport 1978,
+Mattern 1989): how far into every other timeline it knows the work to be complete. A launch passes the host's clock to
+the stream; a wait passes the clock of the awaited to the waiter. Two accesses to the same bytes, one of them a write,
+race unless the later one's timeline knew of the earlier. Speed plays no part, so every race shows on every run.
 
-    tensors      of the CPU; each storage is a GPU's or the host's by the `device=` it was asked for
-    devices      two GPUs, of which the rank has the second. A new thread begins with the first, as CUDA's do: what it
-                 does there without having chosen its rank's is reported too, for the context that it makes on a GPU of
-                 others. An operation on tensors of two devices is refused, as torch does
-    operations   a dispatch mode sees what each reads and writes: on the current stream where a tensor is the GPU's,
-                 else by the host's thread. A copy from or to pinned memory with non_blocking=True goes on beside the
-                 host; whatever fetches a value (`item`, a blocking copy) waits for the stream
-    collectives  torch's fake group moves nothing, so they copy here: as if every rank had sent what this one did
-    memory       the caching allocator gives a freed block to the next who asks on the stream that it was made on. So
-                 another stream's use must be over for that stream, or told by `record_stream`. Storages that shrink
-                 or grow give their block back, too
+    tensors      lie on the CPU; each storage counts as the GPU's or the host's by its `device=`
+    devices      two GPUs; the rank owns the second. A new thread starts on the first, as in CUDA: work there before it
+                 chooses its rank's device is reported too, as it would create a context on another rank's GPU. An
+                 operation on tensors of two devices is refused, as in torch
+    operations   a dispatch mode sees what each reads and writes: on the current stream if a tensor is on the GPU,
+                 otherwise on the host thread. A copy from or to pinned memory with non_blocking=True overlaps with the
+                 host; an operation that fetches a value (`item`, a blocking copy) waits for the stream
+    collectives  torch's fake group moves nothing, so they copy here, as if every rank had sent what this one did
+    memory       the caching allocator hands a freed block to the next request on the stream that it was allocated on.
+                 So another stream's use must be complete for that stream, or be told by `record_stream`. Storages that
+                 shrink or grow release their block, too
 
-It is no GPU: kernels, NCCL and the real allocator have rules that are not written here.
+It is not a GPU: kernels, NCCL and the real allocator have rules that are not modelled here.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from common.tiers import swap
 
 CUDA = torch.device("cuda", 1)  # the rank's
 HOST = torch.device("cpu")
-# Of collectives, which the dispatcher does not describe: the arguments that are written, and those that are read.
+# The arguments that a collective writes, and those that it reads: the dispatcher does not describe them.
 COLLECTIVES = {
     "allreduce_": ((0,), (0,)),
     "broadcast_": ((0,), (0,)),
@@ -53,13 +53,13 @@ COLLECTIVES = {
     "_reduce_scatter_base_": ((0,), (1,)),
     "alltoall_base_": ((0,), (1,)),
 }
-ACROSS = ("aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_")  # may take tensors of two devices
-INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # by the CPU's, too
+ACROSS = ("aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_")  # accept tensors of two devices
+INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # by indices on the CPU, too
 FETCHES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
 
 
 class Timeline:
-    """What runs in order: a stream, or a thread of the host. `clock` is {timeline: how far it knows of it}."""
+    """What runs in order: a stream, or a host thread. `clock` is {timeline: how far it is known to be complete}."""
 
     def __init__(self, name):
         self.name, self.clock = name, {self: 0}
@@ -119,13 +119,13 @@ class Access:
 
 @dataclass
 class Block:
-    """The memory of a storage: whose it is, the stream that it was made on, and who may still use it."""
+    """The memory of a storage: its device, the stream that it was allocated on, and its pending uses."""
 
     storage: StorageWeakRef
     device: torch.device
     pinned: bool
     stream: Timeline
-    before: list  # uses of what was freed there
+    before: list  # uses of the block's earlier owners
     begin: int = 0
     nbytes: int = 0
     accesses: list = field(default_factory=list)
@@ -137,7 +137,7 @@ class Block:
 
 
 class Gpu:
-    """The fake: `with Gpu() as gpu:` and, at the end, `gpu.races`, a sentence for each."""
+    """The fake: `with Gpu() as gpu:` collects `gpu.races`, a sentence for each."""
 
     def __init__(self):
         self.files = defaultdict(lambda: Block(None, HOST, False, self.default, ()))
@@ -157,20 +157,20 @@ class Gpu:
 
     @property
     def device(self):
-        """The number of the GPU that a thread has chosen."""
+        """The index of the thread's current GPU."""
         return getattr(self._local, "device", 0)
 
     def choose(self, device):
-        """What `torch.cuda.set_device` does."""
+        """`torch.cuda.set_device`."""
         self._local.device = torch.device(device).index
 
     def touch(self, number):
-        """Something is done on a GPU: a rank that does it on another's makes a context there, of some 500 MB."""
+        """Note work on a GPU: on another rank's, it creates a context there, of some 500 MB."""
         if number != CUDA.index:
             self.report(f"{self.host.name} uses GPU {number}, and its rank has GPU {CUDA.index} {place()}")
 
     def current(self, *_):
-        """The current stream of the GPU that a thread has chosen."""
+        """The current stream of the thread's current GPU."""
         self.touch(self.device)
         return self.current_of(self.device)
 
@@ -192,19 +192,19 @@ class Gpu:
             self._local.device = device
 
     def stream(self, *_, **__):
-        """What `torch.cuda.Stream()` makes."""
+        """`torch.cuda.Stream()`."""
         self.touch(self.device)
         self.streams.append(Stream(f"stream {len(self.streams)}", self, self.device))
         return self.streams[-1]
 
     def event(self, *_, **__):
-        """What `torch.cuda.Event()` makes."""
+        """`torch.cuda.Event()`."""
         return Event(self)
 
     def handed(self, work, task=None):
-        """`work` for another thread, and what tells its waiter what that thread knew at its end.
+        """Wrap `work` for another thread; also return what passes that thread's final clock to its waiter.
 
-        A `task` may be done by any thread of several: it knows nothing of what the same thread did before.
+        A `task` may run on any thread of a pool: it knows nothing of what the same thread did before.
         """
         before, gpu, after = dict(self.host.clock), self, {}
 
@@ -223,7 +223,7 @@ class Gpu:
     # ---- accesses --------------------------------------------------------------------------------------------------
 
     def block(self, tensor, device=HOST, pinned=False):
-        """That of a tensor's storage; one not seen before is the host's, unless it is said."""
+        """The block of a tensor's storage; a new one is the host's unless `device` says otherwise."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.blocks:
             on_gpu = device.type == "cuda"
@@ -269,7 +269,7 @@ class Gpu:
         block.accesses = [*kept, new]
 
     def moved(self, move, reads_file):
-        """os.preadv or os.pwritev, by whose memory and by which part of the file it uses."""
+        """Wrap os.preadv or os.pwritev, to note the memory and the part of the file that it uses."""
 
         def run(fd, buffers, offset):
             moved = move(fd, buffers, offset)
@@ -284,7 +284,7 @@ class Gpu:
                         self.use(block, Access(line, tick, low, low + len(data), reads_file, what))
                 file = self.files[fd]
                 self.use(file, Access(line, tick, offset, offset + len(data), not reads_file, what))
-                if reads_file:  # whoever needs what he read has waited for it; a read in vain may be overtaken
+                if reads_file:  # a read whose data are needed was waited for; an unused one may be overtaken
                     file.accesses.pop()
             return moved
 
@@ -295,22 +295,22 @@ class Gpu:
             self.races.append(sentence)
 
     def collect(self):
-        """Look for storages that were freed since, and give their blocks back."""
+        """Give back the blocks of storages that were freed since the last call."""
         with self._lock:
             for key in [key for key, block in self.blocks.items() if block.storage.expired()]:
                 self.give_back(self.blocks.pop(key))
 
     def give_back(self, block):
-        """A block is free: who gets it next is to know of its uses, but for those that the allocator waits for itself.
+        """Free a block: its next owner must know of its uses, except those that the allocator itself waits for.
 
-        Pinned memory needs none of this: torch holds it until a copy is over.
+        Pinned memory needs none of this: torch holds it until a copy is complete.
         """
         if block.on_gpu:
             uses = [use for use in block.accesses if not any(stream.knows(use) for stream in block.recorded)]
             self.freed[block.stream] = latest([*self.freed[block.stream], *uses])
 
     def take_over(self, block, access):
-        """The first access to a block, which may have been any that was freed on its stream before."""
+        """Check the first access to a block, which may reuse any block freed on its stream before."""
         for old in block.before:
             if not access.timeline.knows(old):
                 self.report(
@@ -320,7 +320,7 @@ class Gpu:
         block.before = ()
 
     def resize(self, resize, storage, nbytes):
-        """A storage's `resize_`: on a GPU another block, into which what was there is copied."""
+        """A storage's `resize_`: on a GPU, the contents move to another block."""
         with self._lock:
             self.collect()
             block, before = self.blocks.get(storage._cdata), storage.nbytes()
@@ -336,24 +336,24 @@ class Gpu:
 
     @contextlib.contextmanager
     def asked_for(self, device, pinned):
-        """In this context, what this thread makes first is of a device, and pinned or not."""
+        """In this context, the thread's next new tensor is on `device`, pinned or not."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", self.device)
-        self._pending.setdefault(threading.get_ident(), (device, pinned))  # of nested modes the outer one was asked
+        self._pending.setdefault(threading.get_ident(), (device, pinned))  # of nested modes the outermost decides
         try:
             yield
         finally:
             self._pending.pop(threading.get_ident(), None)
 
     def launch(self, device):
-        """A kernel goes to the current stream of its tensors' device, whatever device the thread has chosen."""
+        """Launch a kernel on the current stream of its tensors' device, whatever the thread's current device is."""
         self.touch(device.index)
         line = self.current_of(device.index)
         line.learn(self.host.clock)
         return line
 
     def check_devices(self, name, inputs):
-        """Refuse what torch does: tensors of several devices, but for the CPU's scalars and indices."""
+        """Refuse tensors of several devices, as torch does, except scalars and indices on the CPU."""
         devices = {self.device_of(t) for t in inputs if self.on_gpu(t) or (t.dim() and not t.is_meta)}
         if name.startswith("c10d::") and HOST in devices:
             raise RuntimeError(f"{name}: No backend type associated with device type cpu")
@@ -362,12 +362,12 @@ class Gpu:
             raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {devices}")
 
     def run(self, func, args, kwargs):
-        """An operation of torch, and what it reads and writes."""
+        """Run an operation of torch and note what it reads and writes."""
         with self._lock:
             self.collect()
             inputs = [tensor for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)]
             name, wanted = func._schema.name, self._pending.pop(threading.get_ident(), None)
-            if wanted is None:  # else it makes a tensor, of what Python has
+            if wanted is None:  # otherwise it makes a tensor from Python data
                 self.check_devices(name, inputs)
             out = func(*args, **kwargs)
             reads, writes = collective_of(func, args) if name.startswith("c10d::") else uses_of(func, args, kwargs, out)
@@ -383,7 +383,7 @@ class Gpu:
             copies = name in ("aten::copy_", "aten::_to_copy")
             waits = name in FETCHES
             for tensor in reads + writes:
-                by_host = not self.on_gpu(tensor) and (not copies or not there)  # a number that a kernel is given
+                by_host = not self.on_gpu(tensor) and (not copies or not there)  # a scalar argument of a kernel
                 is_write = any(tensor is written for written in writes)
                 self.access(tensor, *((self.host, host_tick) if by_host else (line, tick)), is_write, what)
                 if there and copies and not self.on_gpu(tensor):
@@ -392,7 +392,7 @@ class Gpu:
                 self.host.learn(line.clock)
             return out
 
-    # ---- the world that it stands in -------------------------------------------------------------------------------
+    # ---- the world around it ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def modes(self):
@@ -431,7 +431,7 @@ class Gpu:
             (torch.UntypedStorage, "resize_"): lambda storage, nbytes: self.resize(resize, storage, nbytes),
             (collectives, "backend_of"): lambda group: "nccl",
             (lanes, "ThreadLane"): ThreadLane,
-            (lanes, "_lanes"): weakref.WeakKeyDictionary(),  # those of another fake know other clocks
+            (lanes, "_lanes"): weakref.WeakKeyDictionary(),  # lanes of another fake know other clocks
             (swap, "ThreadPoolExecutor"): Threads,
             (os, "preadv"): self.moved(os.preadv, True),
             (os, "pwritev"): self.moved(os.pwritev, False),
@@ -460,7 +460,7 @@ class Operations(TorchDispatchMode):
 
 
 class Devices(TorchFunctionMode):
-    """Where tensors are made and moved: the CPU's memory either way, and the GPU's by its name."""
+    """Creates and moves tensors: always in CPU memory, the GPU's by name alone."""
 
     def __init__(self, gpu):
         super().__init__()
@@ -492,7 +492,7 @@ class Devices(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def pinned(self, numel, dtype):
-        """Pinned memory begins with a page."""
+        """Pinned memory starts on a page boundary."""
         tensor = torch.frombuffer(mmap.mmap(-1, max(1, numel) * dtype.itemsize), dtype=dtype, count=numel)
         self.gpu.block(tensor, HOST, True)
         return tensor
@@ -503,14 +503,14 @@ class Devices(TorchFunctionMode):
         return self.fetched(torch.Tensor.numpy, tensor, **kwargs)
 
     def fetched(self, method, tensor, *args, **kwargs):
-        """Numbers for Python: the host reads them, and waits for the stream if they are the GPU's."""
+        """Values for Python: the host reads them, and waits for the stream if they are on the GPU."""
         gpu = self.gpu
         gpu.host.learn(gpu.current_of(gpu.device_of(tensor).index).clock if gpu.on_gpu(tensor) else {})
         gpu.access(tensor, gpu.host, gpu.host.tick(), False, f"{method.__name__} {place()}")
         return method(tensor, *args, **kwargs)
 
     def backward(self, tensors, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_):
-        """autograd's, with this mode on: hooks make tensors, too, and torch would turn it off."""
+        """The backward of autograd, with this mode on: hooks make tensors, too, and torch would turn it off."""
         gradients = gradient
         tensors = [tensors] if torch.is_tensor(tensors) else list(tensors)
         gradients = [None] * len(tensors) if gradients is None else list(tree_leaves([gradients]))
@@ -520,12 +520,12 @@ class Devices(TorchFunctionMode):
             torch.autograd.Variable._execution_engine.run_backward(
                 tuple(tensors), tuple(ones), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
             )
-        for stream in {*self.gpu.sides.values()}:  # autograd has the caller's stream wait for those of the leaves
+        for stream in {*self.gpu.sides.values()}:  # autograd makes the caller's stream wait for the leaves'
             self.gpu.current().wait_stream(stream)
         self.gpu.sides.clear()
 
     def moved(self, tensor, *args, copy=False, **kwargs):
-        """What `to` gives: the tensor itself, or a copy, which is waited for unless it is non_blocking."""
+        """`Tensor.to`: the tensor itself, or a copy, which the host waits for unless it is non_blocking."""
         device, dtype, beside, _ = torch._C._nn._parse_to(*args, **kwargs)  # as Module.to reads its arguments
         gpu, source = self.gpu, torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy)
         if device is None or device.type == ("cuda" if gpu.on_gpu(tensor) else "cpu"):
@@ -548,7 +548,7 @@ ANSWERS = {
 
 
 def uses_of(func, args, kwargs, out):
-    """(tensors that are read, tensors that are written) by an operation; what is only viewed is neither."""
+    """(tensors read, tensors written) by an operation; a tensor that is only viewed is neither."""
     schema, reads, writes = func._schema, [], []
     if func.is_view or schema.name in ("aten::lift_fresh", "aten::detach", "aten::_unsafe_view", "aten::set_"):
         return [], []
@@ -557,7 +557,7 @@ def uses_of(func, args, kwargs, out):
         tensors = [tensor for tensor in tree_leaves(values.get(argument.name)) if torch.is_tensor(tensor)]
         written = argument.alias_info is not None and argument.alias_info.is_write
         (writes if written else reads).extend(tensors)
-    if any(word in schema.name for word in ("::empty", "::new_empty")):  # which reads no value and writes none
+    if any(word in schema.name for word in ("::empty", "::new_empty")):  # these read and write no values
         return [], []
     inputs = {id(tensor) for tensor in (*reads, *writes)}
     writes += [tensor for tensor in tree_leaves(out) if torch.is_tensor(tensor) and id(tensor) not in inputs]
@@ -565,7 +565,7 @@ def uses_of(func, args, kwargs, out):
 
 
 def collective_of(func, args):
-    """(read, written) by a collective, which copies here as if all ranks had sent what this one does."""
+    """(read, written) by a collective, which copies here as if every rank had sent what this one does."""
     name = func._schema.name.split("::")[1]
     if name not in COLLECTIVES:
         return [], []
@@ -582,7 +582,7 @@ def collective_of(func, args):
 
 
 def latest(accesses):
-    """The last access of each timeline, by which the others are over as well."""
+    """The last access of each timeline, which implies its earlier ones."""
     last = {}
     for access in accesses:
         if access.timeline not in last or last[access.timeline].tick < access.tick:
@@ -599,7 +599,7 @@ def verb(access):
 
 
 def place():
-    """The line of ours that asks: file and number."""
+    """The calling line of this repository: file and number."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -610,7 +610,7 @@ def place():
 
 
 class OnAStreamOfItsOwn(torch.nn.Module):
-    """A module that runs beside its model, with what its user owes the allocator. `Gpu.sides` then knows its nodes."""
+    """A module on a side stream, with the `record_stream` calls that its user owes. `Gpu.sides` gets its nodes."""
 
     def __init__(self, gpu, make):
         super().__init__()
@@ -626,7 +626,7 @@ class OnAStreamOfItsOwn(torch.nn.Module):
         y.record_stream(main)
         if y.requires_grad:
             self._gpu.sides |= dict.fromkeys(nodes_of(y, end=x.grad_fn), side)
-            y.register_hook(functools.partial(self._enter, y.grad_fn))  # hooks of y, as others will have, come first
+            y.register_hook(functools.partial(self._enter, y.grad_fn))  # hooks on y run first, as others' hooks will
         return y
 
     def _enter(self, node, gradient):
@@ -645,10 +645,10 @@ def nodes_of(y, end=None):
 
 
 def with_streams(gpu, loss):
-    """Have the backward of `loss` run as on CUDA: each node on the stream of its forward.
+    """Make the backward of `loss` run as on CUDA: each node on the stream of its forward.
 
-    A node waits for what the nodes before it had put there when they ended, and for nothing that came later on their
-    streams. A gradient that goes to another stream is recorded there.
+    A node waits for the work that its predecessors had launched when they ended, not for later work on their
+    streams. A gradient that crosses to another stream is recorded there.
     """
     ended, before, nodes = {}, defaultdict(list), nodes_of(loss)
     for node in nodes:

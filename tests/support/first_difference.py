@@ -1,4 +1,4 @@
-"""Where an engine goes wrong: the first step, rank and parameter that are off; the line it crashed in."""
+"""Where an engine goes wrong: the first step, rank and parameter that are off, or the line that crashed."""
 
 import inspect
 import math
@@ -20,12 +20,12 @@ from interop.diagnose.recording import in_one_line
 
 
 def hung(failure):
-    """Whether ranks waited in vain: in a collective, or for an answer."""
+    """Whether ranks timed out, in a collective or waiting for an answer."""
     return bool(re.search(r"[Tt]imed out|[Tt]imeout|gave no answer", str(failure)))
 
 
 def crash(failure, engine):
-    """What a RankFailed says, in one line: the innermost frame in the engine's own file, and the error."""
+    """A RankFailed in one line: the innermost frame in the engine's own file, and the error."""
     return in_one_line(failure, inspect.getsourcefile(find_engine(engine)))
 
 
@@ -36,8 +36,8 @@ def first_difference(worlds, baseline_worlds, engine, cell, folder, names_ideas=
     """Train a cell again, reading all weights after every step, and say what is off first.
 
     Returns:
-        A sentence: step, rank and parameter, found and expected; with `names_ideas` also what is wrong, where the
-        engine is as one of `wrong_engines.IDEAS`. These are trained for it, too.
+        A sentence: step, rank and parameter, found and expected; with `names_ideas` also what is wrong, if the
+        engine behaves like one of `wrong_engines.IDEAS`, which are trained to compare.
     """
     try:
         ours = trained(worlds, engine, cell, folder, traced=True)
@@ -60,7 +60,7 @@ def first_difference(worlds, baseline_worlds, engine, cell, folder, names_ideas=
 
 
 def _idea(worlds, cell, at, ours, expected):
-    """What is wrong, in words, where the engine is as one is that is wrong in a known way: see `wrong_engines`."""
+    """What is wrong, in words, if the engine behaves like one of `wrong_engines.IDEAS`."""
     one, right = (_numbers(side[0]["events"][at][1]) for side in (ours, expected))
     far = {}
     for idea in (idea for idea, touches in wrong_engines.IDEAS.items() if touches(cell)):
@@ -72,14 +72,14 @@ def _idea(worlds, cell, at, ours, expected):
 
 
 def _numbers(value):
-    """All numbers of a state dict, or a number."""
+    """All numbers of a state dict, or a single number, as a vector."""
     if isinstance(value, dict):
         return torch.cat([tensor.double().flatten() for _, tensor in sorted(value.items())])
     return torch.tensor([math.nan if value is None else value], dtype=torch.float64)
 
 
 def _number_off(ours, expected, rounded, eps):
-    """A loss or a norm, of each rank."""
+    """The first rank whose loss or norm is off, in words."""
     noise = max((abs(a - b) for a, b in zip(rounded, expected, strict=True) if None not in (a, b)), default=0)
     for rank, (one, other) in enumerate(zip(ours, expected, strict=True)):
         if one != other and (
@@ -90,11 +90,11 @@ def _number_off(ours, expected, rounded, eps):
 
 
 def _weights_off(ours, expected, rounded, before, buffers):
-    """All weights, of each rank: {name: tensor}.
+    """The first rank and parameter that are off, in words, given each rank's weights {name: tensor}.
 
     Args:
-        before: those expected after the step before; None at first.
-        buffers: their names. On other ranks than 0 they are each rank's own, as DDP has it.
+        before: the weights expected after the previous step; None at first.
+        buffers: their names. Ranks other than 0 keep their own, as in DDP.
     """
     noise = [noises(*sides, before and before[rank]) for rank, sides in enumerate(zip(expected, rounded, strict=True))]
     found = {

@@ -1,6 +1,6 @@
 """First engines: the one that README.md prints, one with a sharded optimizer, one that crashes and one that hangs.
 
-Those that end elsewhere are among `wrong_engines`.
+Those with wrong results are in `wrong_engines`.
 """
 
 import re
@@ -17,12 +17,12 @@ DataParallel, StepResult = printed["DataParallel"], printed["StepResult"]
 
 
 def name_of(engine):
-    """As --engine has it."""
+    """The name that --engine takes."""
     return f"{engine.__module__}:{engine.__name__}"
 
 
 class ShardedOptimizer(DataParallel):
-    """ZeRO-1 at its simplest: a rank steps every n-th parameter, and sends it to the others."""
+    """ZeRO-1 at its simplest: each rank steps every n-th parameter and broadcasts it."""
 
     follows = "stage1_os"
 
@@ -36,7 +36,7 @@ class ShardedOptimizer(DataParallel):
     def step_own(self):
         for index, parameter in enumerate(self.trained):
             if self.owner(index) != dist.get_rank():
-                parameter.grad = None  # torch's optimizers pass it by, and keep no state for it
+                parameter.grad = None  # torch's optimizers then skip it and keep no state for it
         self.optimizer.step()
 
     def send(self):
@@ -45,7 +45,7 @@ class ShardedOptimizer(DataParallel):
 
 
 class Misspelt(DataParallel):
-    """A typo in a method that is called in every step."""
+    """A typo in a method that every step calls."""
 
     def reduce(self):
         self.trainned.clear()

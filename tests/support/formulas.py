@@ -1,14 +1,14 @@
-"""The papers' formulas, per parameter: what a rank holds with Adam, and what it sends in a step."""
+"""The papers' formulas, per parameter: what a rank holds with Adam, and what it sends per step."""
 
-NODE = 8  # ranks of a node, in simulated worlds
+NODE = 8  # ranks per node, in simulated worlds
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def bytes_held(stage, ranks, precision="fp32", accumulated=False):
     """Model states in bytes per parameter: ZeRO, arXiv 1910.02054, sec. 5; ZeRO++, arXiv 2306.10209, sec. 3.2.
 
-    In fp32 4 + 4 + 8, in 16-bit 2 + 2 + 12. Where 16-bit gradients of several backwards add up, in fp32, their sum
-    takes the place of a gradient shard, or lies beside gradients that are kept whole.
+    In fp32 4 + 4 + 8, in 16-bit 2 + 2 + 12. When 16-bit gradients accumulate over several backwards, their fp32 sum
+    replaces a gradient shard, or comes on top of gradients that are kept whole.
     """
     parameters, gradients = BYTES[precision], BYTES[precision]
     optimizer = 8 if precision == "fp32" else 12
@@ -25,7 +25,7 @@ def bytes_held(stage, ranks, precision="fp32", accumulated=False):
 
 
 def bytes_on_host(ranks, precision="fp32", ratio=0.0):
-    """What ZeRO-Offload keeps beside the device, in bytes per parameter: arXiv 2101.06840, sec. 3, in 16-bit 14."""
+    """What ZeRO-Offload keeps on the host, in bytes per parameter: arXiv 2101.06840, sec. 3, 14 in 16-bit."""
     return (BYTES[precision] + 12) / ranks * (1 - ratio)
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds after a step on gpt-nano and sends in one, and the formula that an engine is held to."""
+"""What a rank holds after a step on gpt-nano and sends per step, and the formula that an engine is held to."""
 
 import formulas
 import torch.distributed as dist
@@ -13,7 +13,7 @@ PARAMETERS = models.count(models.build(MODEL))
 
 
 def formula_of(engine, what, size, precision="fp32"):
-    """Bytes of a rank: "bytes_held" or "bytes_sent" of the stage that an engine follows, or by a formula of its own."""
+    """A rank's "bytes_held" or "bytes_sent" by the formula of the stage that an engine follows, or by its own."""
     own = getattr(find_engine(engine), what, None)
     if own is not None:
         return own(models.build(MODEL), size)
@@ -22,7 +22,7 @@ def formula_of(engine, what, size, precision="fp32"):
 
 @or_reason
 def holds(world, engine, **options):
-    """The bytes of model states that a rank holds after a step."""
+    """Bytes of model states that a rank holds after a step."""
     made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
     train_step(made, world)
     return made.model_state_bytes()
@@ -30,10 +30,10 @@ def holds(world, engine, **options):
 
 @or_reason
 def sends(world, engine, **options):
-    """The bytes that the kernel saw a rank send in a step."""
+    """Bytes that a rank sends in a step, by the kernel's counters."""
     made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
     before = 0
-    for step in range(3):  # the first ones set up connections and record orders
+    for step in range(3):  # the first steps set up connections and record orders
         dist.barrier()
         before = bytes_sent_by_own_sockets()
         train_step(made, world, step)

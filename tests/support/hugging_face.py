@@ -1,4 +1,4 @@
-"""Small runs of transformers' Trainer on a rank, stock or by an engine; and of other libraries' loops beside it."""
+"""Small runs of transformers' Trainer on a rank, stock or with an engine, and helpers for other libraries' loops."""
 
 import contextlib
 import importlib.util
@@ -13,19 +13,19 @@ from baseline import sum_in_rank_order
 from common.data import load_text
 from common.errors import InputError
 
-WINDOW = 32  # tokens of a sample
+WINDOW = 32  # tokens per sample
 USUAL = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "adamw_torch", "max_grad_norm": 0.0}
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 
 
 def needs(*libraries):
-    """The marks of tests that need these libraries and take minutes."""
+    """Marks for tests that need these libraries and take minutes."""
     absent = [library for library in libraries if importlib.util.find_spec(library) is None]
     return [pytest.mark.exhaustive, pytest.mark.skipif(bool(absent), reason=f"not installed: {absent}")]
 
 
 class Windows(torch.utils.data.Dataset):
-    """Windows of Python's own source as byte tokens; the first of each are no targets, of some more than of others."""
+    """Windows of Python's own source as byte tokens; the first few of each, a varying number, are not targets."""
 
     def __init__(self, count, start=0):
         self.text = torch.tensor(load_text()[start : start + count * WINDOW].copy()).long().view(count, WINDOW)
@@ -41,7 +41,7 @@ class Windows(torch.utils.data.Dataset):
 
 @contextlib.contextmanager
 def as_by_torchrun(world):
-    """In this context the environment says what torchrun's would."""
+    """In this context the environment variables are those that torchrun sets."""
     ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     told = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
@@ -49,7 +49,7 @@ def as_by_torchrun(world):
 
 
 def llama(tied=False):
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - where it is installed
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - only if installed
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -58,7 +58,7 @@ def llama(tied=False):
 
 
 def trainer(engine, folder, model=None, engine_options=None, exact=False, **arguments):
-    """A Trainer: stock if `engine` is None. A stock one's DDP adds in rank order; `exact` norms are in float64."""
+    """A Trainer, stock if `engine` is None. A stock one's DDP adds in rank order; `exact` norms are in float64."""
     import transformers  # noqa: PLC0415
 
     from interop.transformers import Trainer  # noqa: PLC0415
@@ -101,23 +101,23 @@ def clip_exactly(parameters, max_norm):
 
 
 def weights_of(made):
-    """The whole model, whichever trains it."""
+    """The full weights, from a stock Trainer or an engine's."""
     engine = getattr(made, "engine", None)
     return made.model.state_dict() if engine is None else engine.full_state_dict()
 
 
 def logged(made, *names):
-    """The values that a Trainer has logged: {name: [value]}."""
+    """The values that a Trainer logged: {name: [value]}."""
     return {name: [entry[name] for entry in made.state.log_history if name in entry] for name in names}
 
 
 def equal(one, other):
-    """Whether two models are equal to the bit, and have the same keys."""
+    """Whether two models have the same keys and bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def check_refused(world, words, call):
-    """It is refused on a rank, in one line in which the words are."""
+    """Assert that a call is refused on this rank, in one line that contains the words."""
     with as_by_torchrun(world), pytest.raises((InputError, ValueError, RuntimeError)) as error:
         call()
     (line,) = str(error.value).splitlines()

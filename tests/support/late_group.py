@@ -1,10 +1,10 @@
-"""A process group that is as late as it may be, for engines that call torch.distributed themselves.
+"""A process group that runs every collective as late as allowed, for engines that call torch.distributed themselves.
 
-Between an asynchronous collective and its `wait()` nobody knows whether it has run. gloo is mostly done by then, and
-who does not wait gets away with it. Here it runs when somebody waits: its input is read then, and its output holds no
-number until then. Collectives end in an order that is drawn, too, as gloo's threads may have it: each is dealt to one
-of several lanes, and to wait for it runs what that lane was given before, and nothing of the others. What is given to
-a callback (`get_future()`, as DDP does) runs on a thread, some time later.
+Between the start of an asynchronous collective and its `wait()`, nobody knows whether it has run. gloo has mostly
+finished by then, so a missing wait goes unnoticed. Here a collective runs on `wait()`: until then its input is not read
+and its output is poison. The order of completion is random, too, as with gloo's threads: each collective is dealt to
+one of several lanes, and waiting for it runs the earlier work of that lane, but not of the others. A callback
+(`get_future()`, which DDP uses) runs on a thread, some time later.
 
     pytest tests --engine my_package.my_module:MyEngine --late
 """
@@ -23,18 +23,18 @@ from common.ranks import lanes
 
 NAME = "late"
 LANES = 3
-DELAYS = (0.0, 1e-3, 4e-3)  # seconds, of which one is drawn before what a callback waits for
+DELAYS = (0.0, 1e-3, 4e-3)  # seconds, one drawn at random, before a callback's collective runs
 
 
 class LateWork(dist.Work):
-    """What was begun: `run` once somebody waits.
+    """A collective in flight: it runs on `wait()`.
 
     Args:
         group: the LateGroup.
-        lane: the number of the lane that it was dealt to.
+        lane: the number of its lane.
         begin: starts the collective with gloo, and returns gloo's own work.
         outputs: the tensors that it writes.
-        private: {a tensor that it reads and writes: a copy of what it read}.
+        private: {a tensor that it reads and writes: a copy of its input}.
     """
 
     def __init__(self, group, lane, begin, outputs, private):
@@ -46,7 +46,7 @@ class LateWork(dist.Work):
 
     def run(self):
         for tensor, copy in self.private.items():
-            tensor.copy_(torch.where(is_poison(tensor), copy, tensor))  # what somebody has written since is read
+            tensor.copy_(torch.where(is_poison(tensor), copy, tensor))  # reads what was written since
         self.begin().wait()
         self.done, self.begin = True, None
 
@@ -75,7 +75,7 @@ def poison(tensor):
 
 
 def is_poison(tensor):
-    """Where a tensor is: of an input an output may be a part."""
+    """The elements that are poison: an output may be a part of an input."""
     return tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).max
 
 
@@ -83,7 +83,7 @@ class LateGroup(dist.ProcessGroup):
     """gloo, as late as it may be.
 
     Args:
-        store, rank, size, timeout: as torch hands them to who makes a group.
+        store, rank, size, timeout: as torch passes them to a backend.
     """
 
     def __init__(self, store, rank, size, timeout):
@@ -91,7 +91,7 @@ class LateGroup(dist.ProcessGroup):
         stores = [dist.PrefixStore(f"lane {number}", store) for number in range(LANES)]
         self._gloo = [dist.ProcessGroupGloo(prefixed, rank, size, timeout) for prefixed in stores]
         self._begun = [[] for _ in stores]
-        self._locks = [threading.RLock() for _ in stores]  # of each its own: another rank may run the lanes otherwise
+        self._locks = [threading.RLock() for _ in stores]  # one per lane: another rank may run them in another order
         self._deal, self._dice = random.Random(0), random.Random(rank)  # every rank deals alike
         self._asked = queue.SimpleQueue()
         threading.Thread(target=self._answer, daemon=True).start()
@@ -107,7 +107,7 @@ class LateGroup(dist.ProcessGroup):
         return self._name
 
     def run_up_to(self, work):
-        """Run what its lane was given before a work, in that order, and then itself."""
+        """Run the earlier work of its lane in order, and then the work itself."""
         with self._locks[work.lane]:
             while not work.done:
                 self._begun[work.lane].pop(0).run()
@@ -123,7 +123,7 @@ class LateGroup(dist.ProcessGroup):
             future.set_result(work.outputs)
 
     def _submit(self, method, outputs, inputs, *args, lane=None):
-        """Begin a collective: `method` of gloo with `args`, which reads `inputs` and writes `outputs`."""
+        """Submit a collective: `method` of gloo with `args`, which reads `inputs` and writes `outputs`."""
         lane = self._deal.randrange(LANES) if lane is None else lane
         private = {t: t.detach().clone() for t in inputs if any(shares(t, output) for output in outputs)}
         work = LateWork(self, lane, lambda: getattr(self._gloo[lane], method)(*args), outputs, private)
@@ -145,7 +145,7 @@ class LateGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts):
         return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
-    # Two ranks alone know of these: they are not dealt.
+    # Point-to-point: only two ranks know of these, so they are not dealt.
 
     def send(self, tensors, peer, tag):
         return self._submit("send", [], [], tensors, peer, tag, lane=0)
@@ -158,7 +158,7 @@ class LateGroup(dist.ProcessGroup):
 
 
 def _collective(name, read):
-    """A method that writes its first argument, tensors in lists or not, and reads the one of this number."""
+    """Make a method that writes its first argument, tensors in lists or not, and reads the one at this index."""
 
     def begin(self, *args):
         return self._submit(name, tree_leaves(args[0]), tree_leaves(args[read]), *args)
@@ -178,7 +178,7 @@ BESIDE = (
 )
 for name in (*IN_PLACE, *BESIDE, "scatter"):
     setattr(LateGroup, name, _collective(name, read=0 if name in IN_PLACE else 1))
-# torch has renamed these; older versions call them by the names above.
+# torch's new names; older versions call the names above.
 LateGroup.all_gather_single, LateGroup.all_to_all_single = LateGroup._allgather_base, LateGroup.alltoall_base
 LateGroup.reduce_scatter_single = LateGroup._reduce_scatter_base
 LateGroup.all_gather_single_coalesced = LateGroup.allgather_into_tensor_coalesced
@@ -186,12 +186,12 @@ LateGroup.reduce_scatter_single_coalesced = LateGroup.reduce_scatter_tensor_coal
 
 
 def shares(one, other):
-    """Whether two tensors lie in the same memory."""
+    """Whether two tensors share memory."""
     return one.numel() > 0 and storage_id(one) == storage_id(other)
 
 
 def enter(world):
-    """On a rank: have a late group in the place of the default one."""
+    """Replace this rank's default process group by a late one."""
     dist.Backend.register_backend(NAME, LateGroup, devices=["cpu"])
     lanes.LANES[NAME], lanes.PATHS[NAME] = lanes.InlineLane, "nccl"
     store = dist.PrefixStore(NAME, dist.group.WORLD.get_group_store())

@@ -1,4 +1,4 @@
-"""Lanes that run late: whoever reads before it waits, or frees what a collective still reads, ends with other bits."""
+"""Lanes that run late: reading before a wait, or freeing what a collective still reads, changes the final bits."""
 
 import contextlib
 import random
@@ -12,7 +12,7 @@ from course.grader.late import LateLane
 
 
 class LateThreads:
-    """A disk's threads, which begin no block before somebody waits for it, and then all those before it."""
+    """A disk's threads, which start a block only when it is waited for, after all earlier blocks."""
 
     def __init__(self, *_, **__):
         self.given = []
@@ -38,7 +38,7 @@ class LateBlock:
 
 
 class DrowsyLane(ThreadLane):
-    """Sleeps at random before what it does, by another dice on every rank."""
+    """Sleeps a random time before each task, drawn differently on every rank."""
 
     def __init__(self, seed):
         self.dice = random.Random(seed)
@@ -54,9 +54,9 @@ class DrowsyLane(ThreadLane):
 
 @contextlib.contextmanager
 def on_lane(kind, rank, prompt=()):
-    """Within it, what is built on this rank communicates, copies and steps on "late" or "drowsy" lanes of its own.
+    """In this context, engines on this rank communicate, copy and step on "late" or "drowsy" lanes of their own.
 
-    Those that `prompt` names run what they are given at once.
+    Lanes named in `prompt` run their tasks at once.
     """
     lanes = {}
 

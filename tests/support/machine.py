@@ -1,4 +1,4 @@
-"""What tests need of the machine: Linux, two nodes made of one, a disk of few bytes."""
+"""What tests need of the machine: Linux, two nodes on one machine, a small disk."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ needs_two_nodes = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def small_disk(path, size):
-    """A file system of so many bytes at `path`, mounted for the context. Yields a call that mounts it anew."""
+    """A file system of so many bytes, mounted at `path` in this context. Yields a function that remounts it."""
     path.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False).returncode:
         pytest.skip("a file system of its own cannot be mounted here; that takes root")

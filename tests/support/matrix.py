@@ -29,7 +29,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 OPTIMIZERS = {
-    # Unfused: the fused kernel steps the tail of a tensor otherwise, and DDP has tails where parameters are odd.
+    # Unfused: the fused kernel rounds the tail of a tensor differently, and DDP has tails at odd sizes.
     "AdamW": functools.partial(AdamW, lr=1e-2),
     "fused AdamW": functools.partial(AdamW, lr=1e-2, fused=True),
     "Adam": functools.partial(Adam, lr=1e-2, weight_decay=0.1),
@@ -39,22 +39,22 @@ OPTIMIZERS = {
 }
 
 
-SGD_RATES = {"resnet-tiny": 0.01, **STEEP}  # where training diverges else, or rounding is blown up; traps take 0.03
+SGD_RATES = {"resnet-tiny": 0.01, **STEEP}  # training would diverge or blow up rounding; traps take 0.03
 
 
 @dataclass(frozen=True)
 class Option:
     """How a model is trained; the default is one micro-batch a step and nothing special."""
 
-    optimizer: str | None = None  # of OPTIMIZERS; None is the cell's
-    engine: dict = field(default_factory=dict)  # what the engine is given besides
+    optimizer: str | None = None  # a key of OPTIMIZERS; None takes the cell's
+    engine: dict = field(default_factory=dict)  # further arguments of the engine
     micro_batches: int = 1
     no_sync: bool = False  # all micro-batches but the last
     two_forwards: bool = False  # before each backward
     groups: bool = False  # no decay on norms and biases, and a scheduler
     checkpoints: str | None = None  # the kind of activation checkpoints; the baseline has none
     evaluated: bool = False  # between the steps
-    resumed: bool = False  # from a checkpoint, by another engine, half way
+    resumed: bool = False  # half way, from a checkpoint, in a new engine
     elsewhere: bool = False  # the first half is trained at another world size
     unequal: bool = False  # ranks and micro-batches have unequal numbers of tokens
 
@@ -78,7 +78,7 @@ OPTIONS = {
 }
 
 
-# Ways in which a training is not plain, to be crossed: {factor: {level: fields of Option}}.
+# What makes a training not plain, to be crossed: {factor: {level: fields of Option}}.
 FACTORS = {
     "optimizer": {"AdamW": {"optimizer": "AdamW"}, "SGD": {"optimizer": "SGD with momentum"}},
     "micro-batches": {
@@ -107,7 +107,7 @@ SINGLE = tuple(OPTIONS)
 
 
 def crossed(levels):
-    """Add to OPTIONS the one that takes these levels, one of each factor; return its name."""
+    """Add to OPTIONS the combination of these levels, one per factor; return its name."""
     fields = [FACTORS[factor][level] for factor, level in zip(FACTORS, levels, strict=True)]
     engine = {name: value for some in fields for name, value in some.get("engine", {}).items()}
     name = ", ".join(filter(None, levels))
@@ -123,7 +123,7 @@ class Cell:
     precision: str
     world_size: int
     option: str = "plain"
-    optimizer: str = "AdamW"  # where the option names none
+    optimizer: str = "AdamW"  # if the option names none
 
     @property
     def steps(self):
@@ -156,14 +156,14 @@ MORE_CELLS += [
     for model in ZOO
     for option in SINGLE[1:]
     if model != "gpt-tiny"
-    and option != "fused AdamW"  # it steps the tails of DDP's odd sizes otherwise
+    and option != "fused AdamW"  # it rounds tails differently, and DDP's sizes are odd
     and not (model == "mlp" and OPTIONS[option].checkpoints)  # it has no blocks
     and not (OPTIONS[option].unequal and model in ("mlp", "resnet-tiny"))  # a sample has one target
-    and (model, option) != ("resnet-tiny", "evaluated between steps")  # among the others
+    and (model, option) != ("resnet-tiny", "evaluated between steps")  # in CELLS already
 ]
 
 
-CROSSED = json.loads(Path(__file__).with_name("crossings.json").read_text())  # every two levels meet in one of them
+CROSSED = json.loads(Path(__file__).with_name("crossings.json").read_text())  # every pair of levels meets in one
 CROSSINGS = [Cell(model, precision, size, crossed(levels)) for model, precision, size, *levels in CROSSED]
 
 
@@ -197,10 +197,10 @@ QUICK |= {cell for cell in CROSSINGS if cell.world_size == 2}
 
 
 def baseline_of(cell):
-    """DDP, but for what it refuses or does otherwise.
+    """DDP, except for what DDP refuses or does differently.
 
-    It averages an earlier backward's mean once more with the next gradients, adds 16-bit in 16-bit under no_sync, and
-    writes into buffers that a forward before has saved for its backward. It has no checkpoints.
+    DDP averages an earlier backward's mean again with the next gradients, accumulates 16-bit in 16-bit under no_sync,
+    and writes into buffers that an earlier forward saved for its backward. The baseline has no activation checkpoints.
     """
     option = OPTIONS[cell.option]
     otherwise = cell.model in CASES or option.micro_batches > 1 or option.two_forwards or option.elsewhere
@@ -208,10 +208,10 @@ def baseline_of(cell):
 
 
 class Notes:
-    """What a rank notes of a training.
+    """What a rank records of a training.
 
     Attributes:
-        losses, norms: in their order.
+        losses, norms: in order.
         events: [(what, a loss, a norm or all weights)], if it is traced: the weights before the first step and after
             every one. To read them may change what an engine does, so that is for finding a fault.
     """
@@ -233,9 +233,9 @@ class Notes:
 
 
 def trained(worlds, engine, cell, folder=None, traced=False):
-    """Train a cell in `worlds`: what `train_cell` returns on every rank.
+    """Train a cell in `worlds`; return what `train_cell` returns on every rank.
 
-    One whose first half has another world size is trained to there first, and goes on from a checkpoint.
+    If the first half has another world size, it is trained there first and continued from a checkpoint.
     """
     train = functools.partial(train_cell, traced=traced)
     if not OPTIONS[cell.option].elsewhere:
@@ -248,17 +248,17 @@ def trained(worlds, engine, cell, folder=None, traced=False):
 
 
 def train_cell(world, engine, cell, folder=None, traced=False, half=None):
-    """Train a cell, in memory that is not a number until it is written.
+    """Train a cell, in memory that is NaN until it is written.
 
     Args:
         world, engine, cell: the rank's World, an engine's name, what to train.
-        folder: for checkpoints; without one nothing is interrupted.
-        traced: note all weights after every step.
-        half: "first" or "second": what ends with a checkpoint, or goes on from it. None is all of it.
+        folder: for checkpoints; without one, training is not interrupted.
+        traced: record all weights after every step.
+        half: "first" ends with a checkpoint, "second" continues from it, None trains both.
 
     Returns:
-        On every rank {"digest": of the parameters, "losses", "norms"}, traced {"events"} besides (`Notes`); on rank 0
-        also the whole state before, "start", and after it the "weights", the "frozen" ones and the "buffers". A string
+        On every rank {"digest": of the parameters, "losses", "norms"}, and "events" (`Notes`) if traced; on rank 0
+        also the full state before training, "start", and after it "weights", "frozen" weights and "buffers". A string
         is the reason why the engine does not claim the cell.
     """
     with unwritten_memory_is_nan(), torch.random.fork_rng():
@@ -274,7 +274,7 @@ def _train_cell(world, engine, cell, folder, traced, half):
         made, start = _train_in_steps(world, engine, cell, folder, notes, half)
     weights = made.full_state_dict()
     parameters = {name: weights[name] for name, _ in made.module.named_parameters()}
-    # Without buffers, which are each rank's own in DDP.
+    # Without buffers, of which each rank has its own in DDP.
     result = {"digest": sha256(parameters), "losses": notes.losses, "norms": notes.norms}
     if traced:
         result["events"] = notes.events
@@ -288,7 +288,7 @@ def _train_cell(world, engine, cell, folder, traced, half):
 
 
 def _make(world, engine, module, cell, **options):
-    """An engine over a module. From here on each rank draws numbers of its own."""
+    """An engine over a module. From here on each rank draws its own random numbers."""
     option, make = OPTIONS[cell.option], find_engine(engine)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, "precision": cell.precision, **option.engine, **options}
     if "norm_type" in options and not takes(make, "norm_type"):
@@ -301,7 +301,7 @@ def _make(world, engine, module, cell, **options):
 
 
 def takes(make, name):
-    """Whether a class says that it takes an option of this name."""
+    """Whether a class's constructor names this option."""
     return any(name in inspect.signature(kind.__init__).parameters for kind in make.__mro__)
 
 
@@ -313,7 +313,7 @@ def _optimizer(cell):
 
 
 def _trap(world, cell):
-    """A module of `trap_models`, with the same first values on every rank."""
+    """A module of `trap_models`, with the same initial values on every rank."""
     torch.manual_seed(0)
     module = CASES[cell.model][0]().to(world.device)
     module.uses_every_parameter = cell.model not in LEAVE_UNUSED
@@ -332,7 +332,7 @@ def _train_trap(world, engine, cell, notes):
 
 
 def _train_in_steps(world, engine, cell, folder, notes, half):
-    """Train by the loop that options are about."""
+    """Train by the loop that the options modify."""
     option, middle = OPTIONS[cell.option], cell.steps // 2
     made, scheduler = _engine_and_scheduler(world, engine, cell)
     if half == "second":
@@ -365,7 +365,7 @@ def _stop(engine, scheduler, folder):
 
 
 def _go_on(world, engine, scheduler, cell, folder):
-    """Load what `_stop` saved, which drops what gradients there are. Return the random state that was saved."""
+    """Load what `_stop` saved, which drops any gradients. Return the saved random state."""
     for index in range(2):
         engine.backward(_loss(world, engine, cell, index))
     extra = engine.load(folder)
@@ -417,7 +417,7 @@ def _step(world, engine, cell, step):
 
 
 def _loss(world, engine, cell, index, over=None):
-    """The loss of a micro-batch; with a TokenMean its share of the mean over all tokens."""
+    """The loss of a micro-batch; with a TokenMean, its share of the mean over all tokens."""
     if cell.model in CASES:
         out = engine(inputs(world, index))
         if over is None:
@@ -433,7 +433,7 @@ def _loss(world, engine, cell, index, over=None):
 
 
 def targets_that_count(world, engine, cell, index):
-    """Targets of a micro-batch, of which those at the end do not count: on each rank another number."""
+    """A micro-batch's targets, the last of which are ignored: a different number on each rank."""
     if cell.model in CASES:
         targets = torch.zeros(2, 3, dtype=torch.int64, device=world.device)
     else:
@@ -459,15 +459,15 @@ def is_exact(engine):
 
 
 def quantizes(engine):
-    """Whether an engine says that it sends less than the precision: it is then held to its losses."""
+    """Whether an engine declares that it sends fewer bits than the precision: then its losses decide."""
     return engine not in ENGINES and getattr(find_engine(engine), "quantizes", False)
 
 
 def as_judged(engine, cell):
     """The cell that an engine is judged by.
 
-    Adam hides a factor in the gradient. So one whose bits are not compared takes steps of SGD with momentum, but where
-    the option names its optimizer, and in half of the plain trainings of the zoo.
+    Adam hides a factor in the gradient. So an engine whose bits are not compared trains with SGD with momentum, unless
+    the option names an optimizer, and except in half of the plain trainings of the zoo.
     """
     keeps_adam = cell.option == "plain" and cell.model in ZOO and cell.world_size in (1, 3)
     if is_exact(engine) or OPTIONS[cell.option].optimizer or keeps_adam:
@@ -481,7 +481,7 @@ def reduces_at_once(engine):
 
 
 def expected(engine, cell):
-    """The verdicts that a cell may have. The stages promise the same bits wherever every backward reduces."""
+    """The verdicts that a cell may have. The stages promise the same bits unless a backward does not reduce."""
     if OPTIONS[cell.option].no_sync and reduces_at_once(engine) and not quantizes(engine):
         return {"tolerance"} if is_exact(engine) and cell.option in SINGLE else {"bitwise", "ulp", "tolerance"}
     if is_exact(engine):

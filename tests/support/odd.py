@@ -1,4 +1,4 @@
-"""A model of what is rare in checkpoints."""
+"""A model of rare cases in checkpoints."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from training import make_engine
 
 
 class Odd(nn.Module):
-    """What is rare: a frozen layer, a parameter without elements, two groups, buffers of which one is not saved."""
+    """A frozen layer, a parameter without elements, two groups, and buffers, one of them not saved."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Offload engines with their options set, by name, and what they are held to where that is not a stage."""
+"""Offload engines with their options set, by name, and a reference for delayed updates, which no stage has."""
 
 import torch
 from baseline import AverageAfterBackward
@@ -9,7 +9,7 @@ WARM_UP = 1  # updates before the first delayed one
 
 
 def with_options(name, base=OffloadEngine, follows="offload", **chosen):
-    """A subclass that takes what the engine takes, and these options besides."""
+    """A subclass of the engine with these options set."""
 
     def __init__(self, model, optimizer, **options):
         base.__init__(self, model, optimizer, **chosen, **options)
@@ -25,7 +25,7 @@ DelayedHalf = with_options("DelayedHalf", delayed_update=True, warmup_steps=WARM
 
 
 def in_tiers(name, tiers):
-    """An engine with its states in these tiers, and several sub-groups even in tiny models."""
+    """An engine with its states in these tiers, and sub-groups small enough that tiny models have several."""
     return with_options(name, InfinityEngine, "offload.nvme", tiers=tiers, sub_group_mb=0.02)
 
 
@@ -36,10 +36,10 @@ Spread = in_tiers("Spread", {"parameters": "cpu", "gradients": "device", "optimi
 
 
 class DelayedLoop(AverageAfterBackward):
-    """A plain loop that applies the same delay: after update i the model holds what update i-1 has made."""
+    """A plain loop with the same delay: after update i the model holds the result of update i-1."""
 
     name = "delayed_loop"
-    updates, ahead = 0, None  # ahead: the newest parameters, where the model does not hold them yet
+    updates, ahead = 0, None  # ahead: the newest parameters, until the model holds them
 
     def step(self):
         self.synchronize()

@@ -1,4 +1,4 @@
-"""ZeRO++ with its switches set, by name, in nodes of two ranks where these divide the world, else of one."""
+"""ZeRO++ with its switches set, by name, with two ranks per node if these divide the world size, otherwise one."""
 
 import torch.distributed as dist
 

@@ -1,10 +1,10 @@
-"""Which cases of a test `make test` runs, of many that are alike."""
+"""Which of a test's many similar cases `make test` runs."""
 
 import zlib
 
 
 def sample(cases, n):
-    """One in n of a test's cases, rounded up, and of each value of a parameter at least one, if there are as few.
+    """One in n of a test's cases, rounded up, with each value of each parameter at least once, if that many suffice.
 
     Args:
         cases: pytest's items of one test, in any order.
@@ -12,7 +12,7 @@ def sample(cases, n):
     left, chosen, seen = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode())), [], set()
     values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in left}
     while len(chosen) < -(-len(cases) // n):
-        best = max(left, key=lambda case: len(values[case] - seen))  # the first of several
+        best = max(left, key=lambda case: len(values[case] - seen))  # the first of equals
         left.remove(best)
         chosen.append(best)
         seen |= values[best]

@@ -1,4 +1,4 @@
-"""What a session comes to, shown and written when it ends: verdicts, bytes, the memory reduction, failures by cause."""
+"""A session's results, shown and written at its end: verdicts, bytes, the memory reduction, failures by cause."""
 
 from collections import Counter, defaultdict
 from textwrap import shorten
@@ -33,7 +33,7 @@ class Recorder:
 
 
 class MemoryReduction(Recorder):
-    """What each stage leaves of stage 0's model states, at every world size that was measured."""
+    """Each stage's model states relative to stage 0's, at every measured world size."""
 
     model = "gpt-nano"
 
@@ -67,24 +67,24 @@ class MemoryReduction(Recorder):
 class Equivalence(Recorder):
     """The verdicts of the equivalence matrix."""
 
-    looks = 8  # at failures, each of which trains the cell three times more
+    looks = 8  # at failures; each trains the cell three more times
 
     def __init__(self):
         self.cells, self.skipped, self.causes = {}, {}, {}
 
     def record(self, engine, cell, verdict, reason, cause):
-        """`cause` is what failures are grouped by, None if this is none."""
+        """Record a verdict. `cause` groups failures; None if the cell passes."""
         self.cells[engine, cell] = {"verdict": verdict, "reason": reason}
         self.causes[cell] = cause
 
     def may_look_closer(self):
-        """Whether there is time to find out where one more cell goes wrong."""
+        """Whether the budget allows locating the fault of one more cell."""
         self.looks -= 1
         return self.looks >= 0
 
     @property
     def names_ideas(self):
-        """Whether there is time to compare one more failure with everything that is known to go wrong."""
+        """Whether the budget allows comparing one more failure with every known fault."""
         return self.looks >= type(self).looks - 2
 
     def skip(self, engine, cell, reason):
@@ -104,7 +104,7 @@ class Equivalence(Recorder):
 
 
 def verdict_table(cells, engines):
-    """A line for each model and option, over precisions and world sizes: how many cells have which verdict."""
+    """A line per model and option: how many cells have each verdict, over precisions and world sizes."""
     rows = []
     for model, option in dict.fromkeys((cell.model, cell.option) for _, cell in cells):
         line = []
@@ -166,7 +166,7 @@ def as_text(made):
 
 
 def summarize(terminalreporter, engine, whole, status):
-    """What --engine shows: verdicts of the `whole` suite, failures by cause, skips by reason, and what that means."""
+    """The summary of --engine: verdicts of the `whole` suite, failures by cause, skips by reason, and a conclusion."""
     line, cells = terminalreporter.write_line, EQUIVALENCE.cells
     failures, bytes_off = grouped(EQUIVALENCE.causes), failures_of_bytes(terminalreporter, engine)
     if cells and whole:
@@ -194,7 +194,7 @@ def summarize(terminalreporter, engine, whole, status):
 
 
 def failures_of_bytes(terminalreporter, engine):
-    """{test: what it said, each time that it failed}, of those that count bytes and the like."""
+    """{test: its message for each failure}, for tests outside the matrix."""
     said = defaultdict(list)
     for report in terminalreporter.stats.get("failed", []):
         if "test_equivalence" not in report.nodeid:
@@ -205,7 +205,7 @@ def failures_of_bytes(terminalreporter, engine):
 
 
 def in_one_line(failures, bytes_off, unexplained, status):
-    """What the score means, and what to look at first. Nothing fails only where pytest's status says so too."""
+    """What the score means, and what to look at first. "Nothing fails" only if pytest's status agrees."""
     cells, causes = EQUIVALENCE.cells, EQUIVALENCE.causes
     failed = [cell for cell, cause in causes.items() if cause is not None]
     bits = sum(found["verdict"] == "bitwise" for found in cells.values())

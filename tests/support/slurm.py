@@ -1,7 +1,7 @@
-"""Slurm on this machine: Debian's daemons, on two nodes with names and addresses of their own.
+"""Slurm on this machine: Debian's daemons, on two nodes with their own names and addresses.
 
-A node is a network namespace (`lab.namespaces`). What runs there has the node's name from a UTS namespace, and
-both addresses from a hosts file that nobody else sees. GPUs are devices that nobody opens.
+A node is a network namespace (`lab.namespaces`). Its processes get the node's name from a UTS namespace, and both
+addresses from a private hosts file. GPUs are device files that nobody opens.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Slurm:
     def __enter__(self):
         self.daemons = {}
         with contextlib.ExitStack() as undo:
-            folder = tempfile.TemporaryDirectory(prefix="slurm-")  # not pytest's: the path of a socket must be short
+            folder = tempfile.TemporaryDirectory(prefix="slurm-")  # not pytest's: a socket's path must be short
             self.folder = Path(undo.enter_context(folder))
             self.nodes = undo.enter_context(TwoNodes())
             undo.callback(self._end)
@@ -81,7 +81,7 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(SETTINGS.format(folder=self.folder))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n")
         for gpu in range(GPUS):
-            os.mknod(self.folder / f"gpu{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+            os.mknod(self.folder / f"gpu{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # like /dev/null
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
         self.folder.chmod(0o755)
@@ -105,16 +105,16 @@ class Slurm:
                 env=self._environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the tests, which then end it
+                start_new_session=True,  # Ctrl-C goes to the tests, which then end it
             )
 
     def kill_daemon(self, node):
-        """Kill slurmd of a node; what it has started lives on."""
+        """Kill a node's slurmd; its job processes survive."""
         self.daemons[NODES[node]].kill()
         self.daemons[NODES[node]].wait()
 
     def kill(self, node):
-        """Kill all that runs on a node, as a power cut does."""
+        """Kill everything on a node, like a power cut."""
         self.nodes.kill(node)
         self.daemons[NODES[node]].wait()
 
@@ -126,11 +126,11 @@ class Slurm:
         ).stdout
 
     def idle(self):
-        """Whether both nodes are there and have nothing to do."""
+        """Whether both nodes are up and idle."""
         return self.call("sinfo", "--noheader", "--format=%T %D").strip() == "idle 2"
 
     def state(self, job):
-        """Of a job, or of an array's jobs: "RUNNING", for instance."""
+        """The state of a job, or of an array's jobs: "RUNNING", for instance."""
         states = self.call("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").split()
         return " ".join(sorted(set(states)))
 
@@ -144,5 +144,5 @@ class Slurm:
 
 
 def on_slurm(test):
-    """Mark a test that runs jobs: part of `make test-all`, with nothing beside it, where there is Slurm."""
+    """Mark a test that runs jobs: part of `make test-all`, run alone, skipped without Slurm."""
     return pytest.mark.exhaustive(pytest.mark.alone(NEEDS(test)))

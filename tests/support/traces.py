@@ -1,4 +1,4 @@
-"""A trace of a training step, and the rows that it has."""
+"""A trace of a training step, and its rows."""
 
 import gc
 
@@ -10,7 +10,7 @@ from common.measure.timeline import Recording, rows
 
 def record(world, stage, model, path, **options):
     """Train three steps and record the last."""
-    gc.collect()  # labels name the engine where an earlier test's still lives
+    gc.collect()  # labels would name the engine while an earlier test's is alive
     engine = make_engine(stage, model, bucket_mb=0.1, **options)
     for step in range(3):
         micro_batches = [batch(engine.module, world, step, global_batch=8 * world.size)]
@@ -24,6 +24,6 @@ def record(world, stage, model, path, **options):
 
 
 def rows_of(trace, beginning):
-    """The names of the rows that hold what begins so: {"bus"}."""
+    """The names of the rows with events of this prefix: {"bus"}."""
     found = rows(trace).items()
     return {row for (_, row), events in found for event in events if event["name"].startswith(beginning)}

@@ -1,4 +1,4 @@
-"""What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
+"""What ranks run in the tests: build an engine, train it a few steps on real text, return the results."""
 
 import contextlib
 import functools
@@ -19,9 +19,9 @@ from common.ranks.collectives import Collectives
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme")
 ALL = (*ENGINES, "zeropp")
-SEVEN = (*ENGINES, "quantized:Copies")  # ZeRO++ without what rounds
+SEVEN = (*ENGINES, "quantized:Copies")  # ZeRO++ without quantization
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
-UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
+UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # for baselines without aligned shards
 BUCKET_MB = 0.01  # several buckets even in tiny models
 
 
@@ -31,7 +31,7 @@ def text():
 
 
 def follows(engine):
-    """The stage whose formulas an engine claims: its own, or what its attribute `follows` names."""
+    """The stage whose formulas an engine claims: its own, or the one that its attribute `follows` names."""
     stage = engine if engine in ENGINES else getattr(find_engine(engine), "follows", None)
     if stage is None:
         pytest.skip("it does not say which stage's formulas it follows: set `follows`, to 'stage2_grad' for instance")
@@ -39,7 +39,7 @@ def follows(engine):
 
 
 def or_reason(function):
-    """A decorator: what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
+    """A decorator: if the engine raises NotImplementedError, return its message as the reason."""
 
     @functools.wraps(function)
     def call(*args, **options):
@@ -52,7 +52,7 @@ def or_reason(function):
 
 
 def message_of(call, *args, **options):
-    """What a call raises, as text; None where it raises nothing."""
+    """The message of what a call raises; None if it raises nothing."""
     try:
         call(*args, **options)
     except (InputError, RuntimeError) as error:
@@ -60,7 +60,7 @@ def message_of(call, *args, **options):
 
 
 def message_in_step(call, *args, **options):
-    """What a call raises on every rank. The ranks are in step afterwards, as a collective shows."""
+    """The message of what a call raises on every rank. Afterwards a collective checks that ranks are in step."""
     message = message_of(call, *args, **options)
     if message is not None:
         assert Collectives().gather_objects(dist.get_rank()) == list(range(dist.get_world_size()))
@@ -68,7 +68,7 @@ def message_in_step(call, *args, **options):
 
 
 def claimed(answers):
-    """What ranks answered; skip where the answer is a reason why the engine does not claim it."""
+    """The ranks' answers; skip if they are the reason why the engine does not claim the test."""
     if isinstance(answers[0], str):
         pytest.skip(answers[0])
     return answers
@@ -76,7 +76,7 @@ def claimed(answers):
 
 @contextlib.contextmanager
 def unwritten_memory_is_nan():
-    """In this context new memory holds no number, also what a storage grows by: who reads before he writes shows."""
+    """In this context new memory is NaN, also where a storage grows, so a read before a write shows."""
     resize = torch.UntypedStorage.resize_
 
     def grow(storage, nbytes):
@@ -96,7 +96,7 @@ def unwritten_memory_is_nan():
 
 
 def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
-    """An engine over a zoo model, or over a module, built on this rank."""
+    """Build an engine over a zoo model, or over a module, on this rank."""
     module = models.build(model) if isinstance(model, str) else model
     if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         module.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,13 +106,13 @@ def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
 
 
 def inputs(world, index):
-    """This rank's inputs of a step of a model in the style of `trap_models`."""
+    """This rank's inputs of a step, for a model like those of `trap_models`."""
     generator = torch.Generator().manual_seed(10 * index + world.rank)
     return torch.randn(2, 3, WIDTH, generator=generator).to(world.device)
 
 
 def small_engine(world, engine, precision="fp32", make=Net, seed=0, scale=2.0**10, **options):
-    """An engine over such a model. In fp16 its loss scale moves within a few steps."""
+    """An engine over such a model. In fp16 its loss scale changes within a few steps."""
     torch.manual_seed(seed)
     made = make_engine(engine, make().to(world.device), UNFUSED, precision=precision, **options)
     if precision == "fp16":
@@ -137,7 +137,7 @@ def train_step(engine, world, step=0):
 
 
 def train(world, engine, model="gpt-tiny", steps=10, **options):
-    """Train and return the final weights, the losses, and every count with its prediction."""
+    """Train; return the final weights, the losses, and every count with its prediction."""
     engine = make_engine(engine, model, **options)
     losses = []
     for step in range(steps):

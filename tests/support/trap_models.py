@@ -1,6 +1,6 @@
-"""Modules and loops that sharded trainers have tripped over, each small enough to be trained in a blink.
+"""Modules and loops that sharded trainers have tripped over, each small enough to train in a blink.
 
-A case is a factory of a model and one step of a loop. Shapes: [batch, length, WIDTH] -> the same.
+A case is a model factory and one step of a loop. Shapes: [batch, length, WIDTH] -> the same.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def chain(blocks, x):
 
 
 class Net(nn.Module):
-    """A stem, three blocks and a head, each a unit; `run(blocks, x)` says how the blocks are called."""
+    """A stem, three blocks and a head, each a unit; `run(blocks, x)` calls the blocks."""
 
     def __init__(self, run=chain, block=Block):
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 class Rooted(Net):
-    """The root is a unit too, with weights used before and after the units inside it."""
+    """The root is a unit too, and uses its weights before and after its inner units."""
 
     def __init__(self, run=chain, block=Block):
         super().__init__(run, block)
@@ -69,7 +69,7 @@ class Rooted(Net):
 
 
 class RootedEndingInAUnit(Rooted):
-    """The root returns the very tensor that a unit inside it made."""
+    """The root returns the very tensor that an inner unit made."""
 
     def forward(self, x):
         return Net.forward(self, x @ self.before @ self.after)
@@ -135,9 +135,9 @@ class SpectralNorm(nn.Linear):
 
 
 class FewRows(nn.Module):
-    """Matrices and vectors meet, one row or a few at a time; their odd sizes put what follows at odd places.
+    """Matrices and vectors meet, one row or a few at a time; their odd sizes misalign the weights that follow.
 
-    The kernels that multiply them round by the addresses where a weight begins.
+    The kernels that multiply them round by a weight's alignment.
     """
 
     WIDTHS = (WIDTH, 61, 47, 129)
@@ -172,7 +172,7 @@ class MixedDtypes(Net):
 
 
 class Counting(Block):
-    """Has buffers: a running mean that trains on, a counter, one that no state dict holds."""
+    """Has buffers: a running mean, a counter, one that no state dict holds."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class Counting(Block):
 
 
 class OddBuffers(Block):
-    """Has buffers that do not lie in one piece: every second element, a transposed one, one number for all."""
+    """Has buffers that are not contiguous: every second element, a transposed one, an expanded one."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ class Borrowing(Net):
 
 
 class Tied(Net):
-    """Two blocks of a list share a weight, and the stem lends its weight to the head."""
+    """Two blocks of a list share a weight, and the head shares the stem's."""
 
     def __init__(self, run=chain, block=Block):
         super().__init__(run, block)
@@ -240,7 +240,7 @@ class TiedByReading(Net):
 
 
 class NeverCalled(Net):
-    """The head's weight is read, the head is not called."""
+    """The head's weight is read, but the head is not called."""
 
     def forward(self, x):
         return F.linear(self.run(self.blocks, self.stem(x)), self.head.weight)
@@ -254,7 +254,7 @@ class Reading(Block):
 
 
 class ReadBySiblings(Net):
-    """All blocks read the stem's weight, and the model does so again at its end."""
+    """All blocks read the stem's weight, and so does the model at its end."""
 
     def __init__(self):
         super().__init__(block=Reading)
@@ -266,7 +266,7 @@ class ReadBySiblings(Net):
 
 
 def shared_layers(how, blocks, x):
-    """As ALBERT has them: two layers, over and over, within one checkpoint."""
+    """Like ALBERT's: two layers, over and over, within one checkpoint."""
     return how(lambda y: chain([blocks[0], blocks[1], blocks[0], blocks[1]], y), blocks[2](x))
 
 
@@ -275,14 +275,14 @@ def siamese(how, blocks, x):
 
 
 def runge_kutta(how, blocks, x):
-    """Two steps of the second order, each within one checkpoint."""
+    """Two second-order steps, each within one checkpoint."""
     for _ in range(2):
         x = how(lambda y: y + chain(blocks[:2], y + 0.5 * chain(blocks[:2], y)), x)
     return blocks[2](x)
 
 
 class Prompted(nn.Module):
-    """A module stands in two places, and another one has its weight, as in prompt tuning of a GPT by peft."""
+    """A module appears in two places, and another one shares its weight, as in peft's prompt tuning of a GPT."""
 
     def __init__(self):
         super().__init__()
@@ -295,7 +295,7 @@ class Prompted(nn.Module):
 
 
 class Collecting(Net):
-    """Appends to a list that it was given."""
+    """Appends to a list argument."""
 
     def forward(self, x, results=None):
         x = super().forward(x)
@@ -305,7 +305,7 @@ class Collecting(Net):
 
 
 class ChangedInPlace(nn.Module):
-    """What a unit returned is changed in place by others. What `Linear` returns here is a view."""
+    """Others change a unit's output in place. `Linear`'s output is a view here."""
 
     def __init__(self):
         super().__init__()
@@ -323,7 +323,7 @@ class ChangedInPlace(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What some models return; not all of it goes through the constructor."""
+    """An output object of the kind that some models return; not all of it goes through the constructor."""
 
     logits: torch.Tensor
     twice: torch.Tensor = dataclasses.field(init=False)
@@ -332,7 +332,7 @@ class Answer:
         object.__setattr__(self, "twice", 2 * self.logits)
 
 
-STRUCTURES = {  # name -> (what a block returns, what the next one reads of it)
+STRUCTURES = {  # name -> (what a block returns, what the next one reads from it)
     "tuple": (lambda x: (None, x, 3), lambda out: out[1]),
     "list": (lambda x: [1, [x, 2 * x]], lambda out: out[1][1]),
     "dict": (lambda x: {"a": x, "b": {"c": x * x}}, lambda out: out["b"]["c"] + out["a"]),
@@ -347,7 +347,7 @@ STRUCTURES = {  # name -> (what a block returns, what the next one reads of it)
 
 
 class Structured(Block):
-    """Returns its result inside of a structure."""
+    """Returns its result inside a structure."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -363,7 +363,7 @@ def structured(name):
 
 
 class Appending(Block):
-    """Returns nothing: the result goes to a list that it was given."""
+    """Returns nothing: the result goes to a list argument."""
 
     def forward(self, x):
         x.append(super().forward(x[-1]))
@@ -385,14 +385,14 @@ class TwoOutputs(Block):
 
 
 class PassingOn(Block):
-    """Returns what it was given beside what it made."""
+    """Returns its input together with its result."""
 
     def forward(self, first, second):
         return first, second, super().forward(second)
 
 
 class Passing(nn.Module):
-    """What one unit made passes through another; the loss reads those outputs of the second that are `used`."""
+    """One unit's result passes through another; the loss reads the outputs of the second that are `used`."""
 
     def __init__(self, used):
         super().__init__()
@@ -420,7 +420,7 @@ def run_returned_weights(blocks, x):
 
 
 class DetachedWeight(Block):
-    """Reads a weight first as a constant: its gradient is there before its last use is over."""
+    """Reads a weight first as a constant: its gradient arrives before its last use in backward."""
 
     def forward(self, x):
         constant = self.up.weight.detach()
@@ -428,7 +428,7 @@ class DetachedWeight(Block):
 
 
 class LeavingASecondResult(Block):
-    """Leaves a second result, made before what it returns, in an attribute."""
+    """Leaves a second result, made before the returned one, in an attribute."""
 
     def forward(self, x):
         hidden = torch.tanh(self.up(x))
@@ -437,7 +437,7 @@ class LeavingASecondResult(Block):
 
 
 class Routed(Block):
-    """Experts inside of a block: which of them run depends on the data, so differs from rank to rank."""
+    """Experts inside a block: which of them run depends on the data, so it differs between ranks."""
 
     def __init__(self):
         super().__init__()
@@ -450,7 +450,7 @@ class Routed(Block):
 
 
 class SometimesUnused(Net):
-    """A block runs in every other forward only."""
+    """A block runs only in every other forward."""
 
     turn = 0
 
@@ -461,7 +461,7 @@ class SometimesUnused(Net):
 
 
 class UnusedEveryOther(Net):
-    """In every other forward no parameter at all is used."""
+    """Every other forward uses no parameter at all."""
 
     turn = 0
 
@@ -471,7 +471,7 @@ class UnusedEveryOther(Net):
 
 
 class LateInTheStep(Net):
-    """A block runs in a step's last micro-batch only; the loop says which that is."""
+    """A block runs only in a step's last micro-batch; the loop says which that is."""
 
     last = True
 
@@ -481,7 +481,7 @@ class LateInTheStep(Net):
 
 
 class OtherOrder(Block):
-    """Two ways through it, of which odd ranks take the second first: so their gradients come in another order."""
+    """Two branches; odd ranks take the second first, so their gradients arrive in another order."""
 
     def __init__(self):
         super().__init__()
@@ -494,7 +494,7 @@ class OtherOrder(Block):
 
 
 class Overflowing(Block):
-    """In its second forward in fp16 the gradient of one parameter overflows, on odd ranks."""
+    """On odd ranks in fp16, a parameter's gradient overflows in the second forward's backward."""
 
     turn = 0
 
@@ -507,14 +507,14 @@ class Overflowing(Block):
 
 
 class Dropping(Block):
-    """Drops a quarter of what it computes, by chance."""
+    """Drops a random quarter of its result."""
 
     def forward(self, x):
         return x + self.down(F.dropout(torch.tanh(self.up(x)), 0.25, self.training))
 
 
 class Frozen(Block):
-    """Gradients pass, none stay."""
+    """Gradients pass through; none is kept."""
 
     def __init__(self):
         super().__init__()
@@ -522,7 +522,7 @@ class Frozen(Block):
 
 
 class Lora(Frozen):
-    """Small trained matrices beside the frozen ones."""
+    """Small trained matrices next to the frozen ones."""
 
     def __init__(self):
         super().__init__()
@@ -533,7 +533,7 @@ class Lora(Frozen):
 
 
 class Quantized(Block):
-    """Frozen codes and a frozen scale, in dtypes that nothing is trained in."""
+    """Frozen codes and a frozen scale, in dtypes that are not trained."""
 
     def __init__(self):
         super().__init__()
@@ -554,7 +554,7 @@ class FrozenEnds(Net):
 
 
 class InputsRequireGrad(FrozenEnds):
-    """Gradients begin at what the frozen stem returns, so that checkpoints around the blocks see them."""
+    """Gradients begin at the frozen stem's output, so that checkpoints around the blocks see them."""
 
     def __init__(self):
         super().__init__(functools.partial(around_each, RECOMPUTE["reentrant"]))
@@ -562,7 +562,7 @@ class InputsRequireGrad(FrozenEnds):
 
 
 class OfTorch(nn.Module):
-    """Modules of torch that read the weights of those inside them, or compute weights before they run."""
+    """Modules of torch that read their children's weights, or compute weights before they run."""
 
     def __init__(self):
         super().__init__()
@@ -717,7 +717,7 @@ def tied_by_hand(engine, x):
 
 
 def gradients_of_inputs(engine, x):
-    """Two gradients of one graph, as surgery on them takes, before the backward."""
+    """Two gradients of one graph before the backward, as gradient surgery takes them."""
     x = x.clone().requires_grad_()
     out = engine(x)
     one, other = (torch.autograd.grad(value, x, retain_graph=True)[0] for value in (loss(out), out.sum()))
@@ -744,7 +744,7 @@ class Stop(Exception):
 
 
 def failing(where, engine, x):
-    """A block raises in forward, in recomputation, or when its gradient comes; then the step is repeated."""
+    """A block raises in forward, in recomputation, or when its gradient arrives; then the step is repeated."""
 
     def stop(*_):
         if inside_backward() == (where != "forward"):
@@ -856,12 +856,12 @@ for kind, how in RECOMPUTE.items():
         f"{kind}: fails in recomputation": (net(around_two, how), functools.partial(failing, "recomputation")),
     }
 
-# Cases in which a rank leaves parameters without a gradient. Some libraries want to be told.
+# Cases in which a rank leaves parameters without a gradient, which some libraries must be told.
 LEAVE_UNUSED = {"branches", "sometimes unused", "every other step nothing used", "not in the loss", "routed"}
 LEAVE_UNUSED |= {"forward without backward", "late in the step", *(f"passing on {used}" for used in ([0], [1], [0, 1]))}
 LEAVE_UNUSED |= {f"{kind}: {case}" for kind in RECOMPUTE for case in ("routed", "routed, around two")}
 
-# SGD's learning rate where gradients are so large that it would diverge.
+# SGD's learning rate for gradients so large that it would diverge.
 STEEP = {"odd buffers": 1e-5, "recursive": 3e-6, "returning: dict": 1e-7, "returning: dataclass": 1e-4}
 STEEP |= {f"returning: {what}": 1e-3 for what in ("list", "named tuple", "one of three")}
 for kind in RECOMPUTE:

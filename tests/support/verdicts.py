@@ -1,4 +1,4 @@
-"""The verdict on a cell: the bits of the baseline, or as near as rounding allows, or not."""
+"""The verdict on a cell: the baseline's bits, or as near as rounding allows, or a failure."""
 
 import functools
 import math
@@ -12,28 +12,28 @@ from common.engine.mixed_precision import DTYPES
 from interop.diagnose.comparing import EPS, MULTIPLE, UNITS, ratio
 
 ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
-# What an engine that sends 4 bits of each gradient may be off: of the distance trained, and of the losses' size.
+# How far an engine that sends 4-bit gradients may be off, relative to the distance trained and to the losses.
 COARSE = {"weights": 0.5, "losses": 0.05}
 PARTS = ("weights", "frozen", "buffers")
 
 
 @functools.cache
 def reference(worlds, cell):
-    """What every rank of the baseline came to."""
+    """The baseline's result on every rank."""
     return trained(worlds, baseline_of(cell), cell)
 
 
 @functools.cache
 def other_rounding(worlds, cell, rounding=ROUNDINGS[0]):
-    """What it comes to with the same mathematics, rounded otherwise."""
+    """The baseline's result with the same mathematics, rounded differently."""
     return trained(worlds, rounding, cell)
 
 
 def judge(worlds, cell, ranks, quantizes=False):
     """Compare what `train_cell` returned on every rank with the baselines: see `verdict`.
 
-    An engine that `quantizes` what it sends is off by more than rounding: "coarse" says that it trains all the same,
-    within `COARSE` of the baseline's way and losses.
+    An engine that `quantizes` what it sends is off by more than rounding: "coarse" says that it still trains, within
+    `COARSE` of the baseline's trajectory and losses.
     """
     expected = reference(worlds, cell)
     found, reason = verdict(ranks, expected, functools.partial(other_rounding, worlds, cell), cell.precision)
@@ -48,10 +48,10 @@ def verdict(ranks, expected, rounded_otherwise, precision):
     """Compare a training with another.
 
     Args:
-        ranks: what `train_cell` returned on every rank.
-        expected: what it returned on every rank of the other.
-        rounded_otherwise: returns what it returned on every rank with one of `ROUNDINGS`. Not called where the bits are
-            equal, and as long as the training is off by too much.
+        ranks: the results of `train_cell` on every rank.
+        expected: those of the other training.
+        rounded_otherwise: returns those of the other training with one of `ROUNDINGS`. Called only if bits differ,
+            and again while the training is off by too much.
         precision: of the cell.
 
     Returns:
@@ -93,7 +93,7 @@ def _ranks_agree(ranks):
 
 
 def _coarsely_off(ranks, expected):
-    """How far an engine that quantizes has gone from the baseline: {"weights": of the way trained, "losses"}."""
+    """How far an engine that quantizes is off: {"weights": relative to the distance trained, "losses"}."""
     one, other = ranks[0], expected[0]
     trained = _distance(other["weights"], {name: other["start"][name] for name in other["weights"]}) or 1.0
     losses, told = (torch.tensor(_told(side, "losses"), dtype=torch.float64) for side in (ranks, expected))
@@ -102,20 +102,20 @@ def _coarsely_off(ranks, expected):
 
 
 def _odd(ranks, expected, precision):
-    """What is wrong whatever rounding does; None if nothing is."""
+    """What no rounding explains; None if nothing."""
     one, other = ranks[0], expected[0]
     if _shapes(one) != _shapes(other):
         return _shapes_differ(_shapes(one), _shapes(other))
     if [norm is None for norm in _told(ranks, "norms")] != [norm is None for norm in _told(expected, "norms")]:
         return "step() tells a norm where there is none, or none where there is one: `StepResult.norm`"
-    for name, tensor in other["frozen"].items():  # an engine may round what it does not train, or not
+    for name, tensor in other["frozen"].items():  # an engine may or may not round frozen weights
         if not torch.equal(one["frozen"][name].to(DTYPES[precision]), tensor.to(DTYPES[precision])):
             return f"{name}, which is frozen, differs"
     return None
 
 
 def _measure(what, off, noise, floor, unit):
-    """What is off over what may be, by what rounding alone does and a floor, all in a unit; and that in words."""
+    """The error over the error allowed, which is what rounding alone does plus a floor; and that in words."""
     return ratio(off, MULTIPLE * noise + floor), f"{what} off by {off:.1e} of {unit}, rounding by {noise:.1e}"
 
 
@@ -133,7 +133,7 @@ def _numbers(what, ranks, expected, noise, eps):
         torch.tensor([number for number in _told(side, what) if number is not None], dtype=torch.float64)
         for side in (ranks, expected, noise)
     )
-    if other.shape != third.shape:  # in fp16 it skipped another step
+    if other.shape != third.shape:  # in fp16 it skipped a different step
         third = other
     size = other.norm().item() or 1.0
     off, rounding = (value.sub(other).norm().item() / size for value in (one, third))

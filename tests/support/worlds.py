@@ -1,4 +1,4 @@
-"""Worlds of ranks, started once per session and used by all tests."""
+"""Worlds of ranks, started once per session and shared by all tests."""
 
 import late_group
 import torch
@@ -12,12 +12,12 @@ from common.loop import choose_exact_kernels
 from common.ranks.world import LocalWorld, RankFailed
 
 TIMEOUT = 300 if torch.cuda.is_available() else 60  # seconds; several ranks may share a GPU
-HANGS = 3  # so many trainings may hang before the rest is skipped
+HANGS = 3  # trainings that may hang before the rest is skipped
 hangs = []  # what was said of each
 
 
 def explain_asserts(world):
-    """Have pytest say on this rank, too, what the two sides of a failed `assert` were."""
+    """Make pytest explain a failed `assert` on this rank, too."""
     install_importhook(get_config())
 
 
@@ -28,9 +28,9 @@ def take_exact_kernels(world):
 
 
 def step_on_the_host():
-    """Have every optimizer step on the host, as Offload does: kernels of CPU and CUDA round AdamW differently.
+    """Make every optimizer step on the host, as Offload does: CPU and CUDA kernels round AdamW differently.
 
-    Parameters and states lie on the GPU before and after the step.
+    Parameters and states are on the GPU before and after the step.
     """
     copies = {}  # optimizer -> [(its parameters in a group, place there, parameter)]
 
@@ -77,7 +77,7 @@ class Worlds:
             self._worlds[size] = self.open(size)
             for prepare in (take_exact_kernels, explain_asserts):
                 self._worlds[size].run(prepare)
-        self._worlds[size].run(seed)  # a test before this one may have left random states that differ
+        self._worlds[size].run(seed)  # an earlier test may have left the ranks' random states different
         return self._worlds[size]
 
     def open(self, size):
@@ -89,9 +89,9 @@ class Worlds:
 
 
 class WorldsThatMayHang(Worlds):
-    """Those of an engine that --engine names: ranks that wait in vain give up soon, and are counted.
+    """Worlds for the engine that --engine names: ranks that hang time out soon, and are counted.
 
-    What they print goes to a log: libraries have much to say. Their collectives may be `late`: see `late_group`.
+    Their output goes to a log, as libraries print much. Their collectives may be `late`: see `late_group`.
     """
 
     def __init__(self, log, late=False):
@@ -109,7 +109,7 @@ class WorldsThatMayHang(Worlds):
 
 
 class WorldThatMayHang(LocalWorld):
-    """A collective gives up by itself; so much time beside it is for an engine that compiles something first."""
+    """A collective times out by itself; the extra time is for an engine that compiles something first."""
 
     def run(self, function, *args, timeout=300):
         try:

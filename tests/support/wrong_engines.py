@@ -1,7 +1,7 @@
-"""Engines that are wrong as sharded trainers have been, in silence. A docstring says what is wrong.
+"""Engines with silent faults that sharded trainers have had. A docstring says what is wrong.
 
-Those of `interop.diagnose.suspects` are part of this list. Of `IDEAS` they are also what a failure is compared with: an
-engine that ends where one of them does is wrong as it is.
+Those of `interop.diagnose.suspects` are part of this list. A failure is compared with those in `IDEAS`: an engine that
+ends where one of them does has the same fault.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from interop.diagnose import suspects
 from stage0_ddp import Engine
 from stage2_grad import Engine as ShardedGradients
 
-# ---- where a wrong engine can be told from one that is right --------------------------------------------------------
+# ---- the cells in which a wrong engine differs from a right one -----------------------------------------------------
 
 
 def any_cell(cell):
@@ -63,7 +63,7 @@ IDEAS = {  # a wrong engine -> the cells in which that shows
 
 
 class ParameterLeftOut(DataParallel):
-    """The optimizer does not get the last parameter."""
+    """The optimizer misses the last parameter."""
 
     def update(self):
         self.trained[-1].grad = None
@@ -71,7 +71,7 @@ class ParameterLeftOut(DataParallel):
 
 
 class StaleParameters(ShardedOptimizer):
-    """Parameters arrive a forward too late, as if nobody waited; full_state_dict() waits."""
+    """Parameters arrive one forward late, as if nobody waited; full_state_dict() waits."""
 
     def update(self):
         self.step_own()
@@ -86,7 +86,7 @@ class StaleParameters(ShardedOptimizer):
 
 
 class WrongOwner(ShardedOptimizer):
-    """A parameter is sent by the rank after the one that stepped it."""
+    """A parameter is broadcast by the rank after the one that stepped it."""
 
     def send(self):
         for index, parameter in enumerate(self.trained):
@@ -110,21 +110,21 @@ class NoBroadcastOfBuffers(DataParallel):
 
 
 class KeepsGradientsOfAFailedBackward(DataParallel):
-    """What a backward left that raised is added to the next one's."""
+    """Gradients left by a backward that raised are added to the next one's."""
 
     def backward(self, loss):
         loss.backward()
 
 
 class NormAfterClipping(DataParallel):
-    """step() tells the norm as it is after clipping."""
+    """step() returns the norm after clipping."""
 
     def step(self):
         return StepResult(min(super().step().norm, self.clip_norm), skipped=False)
 
 
 class UntiedWeights(DataParallel):
-    """A weight with two names is two weights, as `Module.to_empty` makes it."""
+    """A weight with two names becomes two weights, as `Module.to_empty` makes it."""
 
     def __init__(self, model, optimizer, *, init=None, **options):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -153,7 +153,7 @@ BUGS = {
 
 
 class TiedGradientDropped(DataParallel):
-    """of a weight with two names, the gradient of its last use alone arrives"""
+    """only the last use of a weight with two names contributes to its gradient"""
 
     def __call__(self, *args, **kwargs):
         first = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -166,7 +166,7 @@ class TiedGradientDropped(DataParallel):
 
 
 class RandomStateOfRank0(Engine):
-    """every rank gets back what rank 0 has saved"""
+    """every rank gets back what rank 0 saved"""
 
     def load(self, path):
         return self.comm.gather_objects(super().load(path))[0]
@@ -198,7 +198,7 @@ class DrawsInForward(Engine):
 
 
 class GradientsSurviveALoad(Engine):
-    """what a backward left before a load is added to what comes after it"""
+    """gradients left from before a load are added to the next ones"""
 
     def load(self, path):
         kept = [bucket.gradients.clone() if bucket.has_gradient else None for bucket in self.buckets]
@@ -211,7 +211,7 @@ class GradientsSurviveALoad(Engine):
 
 
 class KeepsWholeGradients(ShardedGradients):
-    """says that it shards gradients, and keeps them whole"""
+    """claims to shard gradients but keeps them whole"""
 
     follows, reduces_at_once = "stage2_grad", True
 
@@ -228,7 +228,7 @@ class DeafToNoSync(Engine):
 
 
 class FirstValuesNeverSent(DataParallel):
-    """each rank begins with the weights that it was given"""
+    """each rank begins with its own weights"""
 
     def __init__(self, model, optimizer, **options):
         with mock.patch.object(dist, "broadcast"):
@@ -236,7 +236,7 @@ class FirstValuesNeverSent(DataParallel):
 
 
 class UnwrittenPadding(AverageAfterBackward):
-    """the norm counts padding that nobody has written"""
+    """the norm includes uninitialized padding"""
 
     def clip(self):
         norm = super().clip() + torch.empty(8).sum()
@@ -249,9 +249,9 @@ class UnwrittenPadding(AverageAfterBackward):
 
 
 class Asynchronous(DataParallel):
-    """right: gradients are gathered beside each other, and read when each of them has been waited for"""
+    """right: gradients are gathered concurrently, and each is waited for before it is read"""
 
-    waited = slice(None)  # the handles that are waited for
+    waited = slice(None)  # the handles to wait for
 
     def reduce(self):
         gathered = []
@@ -269,15 +269,15 @@ class Asynchronous(DataParallel):
 
 
 class InPlace(DataParallel):
-    """right: what a rank is sent is written over what it sends, and the whole around what it has"""
+    """right: a reduce-scatter writes into its own input, and an all-gather around its own input"""
 
     def reduce(self):
         for parameter in self.trained:
-            flat = torch.cat([parameter.grad.flatten()] * dist.get_world_size())  # so that every size divides
+            flat = torch.cat([parameter.grad.flatten()] * dist.get_world_size())  # so that the world size divides it
             first, own = (flat.view(dist.get_world_size(), -1)[rank] for rank in (0, dist.get_rank()))
             dist.reduce_scatter_tensor(own, flat, async_op=True).wait()
             dist.all_gather_into_tensor(flat, own, async_op=True).wait()
-            parameter.grad = first.view_as(parameter) / dist.get_world_size()  # others may be rounded otherwise
+            parameter.grad = first.view_as(parameter) / dist.get_world_size()  # the others may be rounded differently
 
 
 class NeverWaits(Asynchronous):
@@ -287,19 +287,19 @@ class NeverWaits(Asynchronous):
 
 
 class WaitsForTheFirst(Asynchronous):
-    """of several handles the first is waited for"""
+    """only the first of several handles is waited for"""
 
     waited = slice(1)
 
 
 class WaitsForTheLast(Asynchronous):
-    """of several handles the last is waited for, as if they ended in order"""
+    """only the last of several handles is waited for, as if they completed in order"""
 
     waited = slice(-1, None)
 
 
 class ReusesItsRoom(Asynchronous):
-    """the next gradient is written where the last one is still being sent from"""
+    """the next gradient overwrites a send buffer that is still in flight"""
 
     room = None
 

@@ -1,11 +1,11 @@
-"""Kill runs at random moments, again and again, and see that each ends with the bits of one that nothing happened to.
+"""Kill runs at random moments, again and again, and check that each ends with the bits of an undisturbed run.
 
     python tests/tools/soak.py                                 every engine, 50 kills each: some 40 minutes on two cores
     python tests/tools/soak.py --engines stage3_param --kills 5
 
-What is killed, a rank or the command that started it, and when, is drawn: while it starts, in a step, in a save. Each
-time the same command line is started again, with --resume. After the last kill the run may come to its end. A run that
-ends earlier is one that counts, and another is begun.
+The victim, a rank or the command that started it, and the moment are random: at start, in a step, in a save. After each
+kill the same command line is started again, with --resume. After the last kill the run may finish. A run that finishes
+earlier counts, and another is begun.
 """
 
 import argparse
@@ -45,10 +45,10 @@ def main(argv=None):
 
 
 def soaked(engine, kills, draw, folder):
-    """Kill runs of an engine so many times; return how many came to their end.
+    """Kill runs of an engine so many times; return how many finished.
 
     Raises:
-        AssertionError: one ended with other bits, or left a file behind.
+        AssertionError: a run ended with other bits, or left a file behind.
     """
     expected = ended(begin(engine, folder / "undisturbed.json"), folder / "undisturbed.json")
     runs = 0
@@ -67,7 +67,7 @@ def soaked(engine, kills, draw, folder):
 
 
 def same(run, folder, expected):
-    """See that a run that came to its end did so rightly, and clear it away; return 1."""
+    """Check that a finished run has the right result, and remove it; return 1."""
     assert ended(run, folder / "run.json") == expected
     steps = sorted(complete(folder / "run"))
     assert len(steps) == 2
@@ -98,7 +98,7 @@ def ended(run, path):
 
 
 def kill(run, draw):
-    """SIGKILL to one of its processes, drawn; then to all of them."""
+    """Send SIGKILL to one of its processes, drawn at random, then to all of them."""
     processes = of_session(run.pid)
     os.kill(draw.choice(processes), signal.SIGKILL)
     time.sleep(draw.uniform(0, 0.5))  # the others go on for a while

@@ -1,4 +1,4 @@
-"""What the real DeepSpeed has, as JSON: arguments of its words, names in its modules, rates of its schedulers."""
+"""Print the real DeepSpeed's API as JSON: arguments of its words, names in its modules, rates of its schedulers."""
 
 import inspect
 import json
@@ -18,13 +18,13 @@ def public(thing):
 
 
 def found(path):
-    """What a path of names leads to, from the library or, after "Engine", from its engine's class."""
+    """Resolve a dotted path from the library or, after "Engine", from its engine's class."""
     first, *rest = path.split(".")
     return reduce(getattr, rest, {"deepspeed": deepspeed, "Engine": DeepSpeedEngine}[first])
 
 
 def rates(name, arguments):
-    """Of two groups, before each of 12 steps."""
+    """The rates of two groups before each of 12 steps."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.5, 0.03)]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     scheduler, told = getattr(lr_schedules, name)(optimizer, **arguments), []
@@ -35,7 +35,7 @@ def rates(name, arguments):
 
 
 def arguments(word):
-    """[name, default]; of a decorated method, those of what is in it."""
+    """[name, default] of each argument; a decorated method is unwrapped."""
     given = inspect.signature(word).parameters
     if list(given) == ["args", "kwargs"]:
         return arguments(next(cell.cell_contents for cell in word.__closure__ if callable(cell.cell_contents)))

@@ -1,4 +1,4 @@
-"""In the style of DeepSpeed's first tutorial: arguments, a data set, four things from initialize."""
+"""In the style of DeepSpeed's first tutorial: arguments, a data set, four results of initialize."""
 
 import argparse
 

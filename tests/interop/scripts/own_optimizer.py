@@ -1,4 +1,4 @@
-"""An optimizer and a scheduler of the script's own; training and evaluation; the best model is kept."""
+"""The script's own optimizer and scheduler; training and evaluation; the best model is kept."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A run that saves every other step, with a state of its own, and goes on from the latest when it is started again."""
+"""A run that saves every other step, with client state, and resumes from the latest checkpoint when restarted."""
 
 import sys
 

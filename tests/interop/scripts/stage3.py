@@ -10,7 +10,7 @@ from torch import nn
 
 config, folder = sys.argv[1:]
 deepspeed.init_distributed()
-torch.manual_seed(dist.get_rank())  # rank 0's values are everybody's
+torch.manual_seed(dist.get_rank())  # all ranks get rank 0's values
 with deepspeed.zero.Init(config_dict_or_path=config):
     model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64))
 with deepspeed.zero.GatheredParameters(model[1].bias, modifier_rank=0):
