@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType, convert_to_fp32  # noqa: E402
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 CHECKPOINT = "engine"  # the engine's folder in a checkpoint
-TOGETHER = "prepare() takes one model that trains, together with its one optimizer, and once until free_memory()"
+TOGETHER = "prepare() takes one model that trains, with its one optimizer; call free_memory() before another"
 
 
 class Accelerator(accelerate.Accelerator):
