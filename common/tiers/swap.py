@@ -98,7 +98,7 @@ class SwapFile:
 
     def notice(self):
         """Say on stderr that O_DIRECT is not used."""
-        print(f"note: {self._folder}: no O_DIRECT there, so the system keeps a copy in memory", file=sys.stderr)
+        print(f"note: {self._folder}: no O_DIRECT here, so the system keeps a copy in memory", file=sys.stderr)
 
     def allocate(self, nbytes):
         """Allocate `nbytes` in the file, within the reserve or behind it; return the offset."""

@@ -194,7 +194,7 @@ WRONG = [  # a question, an answer, and its hint, or what is said in each line
     ("gpus", 8192, "it fits, but fewer do"),
     ("crossover", lambda nbytes, flops, link: nbytes * flops / link, ("6 operations",) * 2),
     ("crossover", lambda nbytes, flops, link: nbytes * flops / (2 * link), ("forward alone",) * 2),
-    ("crossover", lambda nbytes, flops, link: 6 * link / (nbytes * flops), ("turned round",) * 2),
+    ("crossover", lambda nbytes, flops, link: 6 * link / (nbytes * flops), ("the other way round",) * 2),
     ("decisions", {EIGHT: "stage 3"}, "so does a lower one"),
     ("decisions", {EIGHT: "stage 0, data parallelism"}, "it takes 114 GB of a GPU"),
     ("decisions", {ONE: "stage 3"}, "it takes 213 GB of a GPU"),
