@@ -22,7 +22,7 @@ def find_engine(name):
         found = None
     if not hasattr(found, attribute or "Engine"):
         raise InputError(
-            f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}; a class of your own is called "
-            "package.module:Name, where Python finds the module: in this folder, or along PYTHONPATH"
+            f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}; name a class of your own "
+            "package.module:Name, and have the module in this folder or along PYTHONPATH"
         )
     return getattr(found, attribute or "Engine")

@@ -26,7 +26,7 @@ def generate(engine, prompt, seed=0, length=LENGTH, temperature=TEMPERATURE):
             inputs = torch.tensor([text[1 - module.window :]], device=device)  # the model's context
             logits = engine(inputs)[0, -1, :256].float().cpu()  # a larger vocabulary has tokens that are not bytes
             if not logits.isfinite().all():
-                raise InputError("the model has no text to tell: its training diverged; lower --lr")
+                raise InputError("the model cannot generate: its training diverged; lower --lr")
             text.append(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws).item())
     engine.train(training)
     return bytes(text)

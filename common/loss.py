@@ -50,7 +50,7 @@ class TokenMean:
         own = torch.tensor([sum(int((some != IGNORED).sum()) for some in targets)], device=self._comm.device)
         self.tokens = int(self._comm.everyones(own, "the number of tokens").sum())
         if self.tokens == 0:
-            raise InputError(f"no rank has a token that counts: all targets of this step are {IGNORED}")
+            raise InputError(f"no rank has a token to train on: all targets of this step are {IGNORED}")
         return self.tokens
 
     def share(self, total):

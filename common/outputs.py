@@ -132,7 +132,7 @@ def try_folder(folder):
 def check_name(option, path):
     """Raise InputError for an empty name, as a shell makes from an unset variable."""
     if path is not None and not str(path):
-        raise InputError(f'{option} "": the name is empty; is a variable of the shell not set?')
+        raise InputError(f'{option} "": the name is empty; is a shell variable not set?')
 
 
 def write_json(path, results):

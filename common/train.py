@@ -51,7 +51,7 @@ def main(package, arguments=None, add_own=None):
     add_arguments(parser)
     runs.add_arguments(parser)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
-    to_record = "record two steps here, for ui.perfetto.dev; not counted in timings"
+    to_record = "record two steps here, for ui.perfetto.dev; timings leave them out"
     parser.add_argument("--trace", metavar="FILE", help=to_record)
     own = add_own(parser) if add_own else lambda options: (package, {})
     options = asked(parser, arguments)
@@ -64,22 +64,22 @@ def add_arguments(parser):
     """The arguments that the training commands share."""
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="tell ranks that they live on nodes of P")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="pretend that nodes have P ranks each")
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
-    micro = "cut a step's batch into K micro-batches"
+    parser.add_argument("--batch", type=int, default=24, help="samples per step, over all ranks (default: %(default)s)")
+    micro = "cut each batch into K micro-batches"
     parser.add_argument("--accumulate", type=int, default=1, metavar="K", help=micro)
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
     add_checkpoints(parser)
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
-    parser.add_argument("--cosine", action="store_true", help="let the learning rate sink to 0 over --steps")
+    parser.add_argument("--cosine", action="store_true", help="decay the learning rate to 0 over --steps")
     parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
     bucket_mb = 25.0 if torch.cuda.is_available() else 0.5  # small models on CPUs have several all the same
     parser.add_argument("--bucket-mb", type=float, default=bucket_mb, help="MiB of a bucket (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
-    parser.add_argument("--deterministic", action="store_true", help="on CUDA too, add in one order")
+    parser.add_argument("--seed", type=int, default=0, help="for weights and samples (default: %(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="add in a fixed order on CUDA too")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
     # Defaults for options that not all commands have.
     parser.set_defaults(engines="stage0_ddp", save=None, trace=None, generate=None, own={})
@@ -87,7 +87,7 @@ def add_arguments(parser):
 
 def add_checkpoints(parser):
     """The arguments for activation checkpoints."""
-    add, again = parser.add_argument, "compute each block again in backward: non-reentrant (default) or reentrant"
+    add, again = parser.add_argument, "recompute each block in backward: non-reentrant (default) or reentrant"
     add("--checkpoint-activations", nargs="?", const="non-reentrant", metavar="KIND", help=again)
     add("--offload-activations", action="store_true", help="keep on the host what these checkpoints save")
 
@@ -112,9 +112,9 @@ def check_options(options):
         find_engine(name)
     check_counts(options, "steps")
     if not 0 <= options.lr < float("inf"):
-        raise InputError(f"--lr {options.lr}: a finite learning rate, of 0 or more, is needed")
+        raise InputError(f"--lr {options.lr}: give a finite learning rate of 0 or more")
     if options.clip_norm is not None and not options.clip_norm > 0:
-        raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
+        raise InputError(f"--clip-norm {options.clip_norm}: give a norm above 0")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     check_name("--data", options.data)
@@ -129,13 +129,13 @@ def check_options(options):
         check_ranks_per_node(options.ranks_per_node, ranks)
     if options.accumulate < 1 or options.batch % (options.accumulate * ranks):
         raise InputError(
-            f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into so many "
+            f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into that many "
             f"micro-batches over {ranks} ranks; choose a positive divisor of the samples per rank"
         )
     if options.offload_activations and options.checkpoint_activations is None:
-        raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
+        raise InputError("--offload-activations moves what checkpoints save to the host; add --checkpoint-activations")
     if options.no_sync and options.accumulate == 1:
-        raise InputError("--no-sync: a step of one micro-batch has nothing to put off; add --accumulate")
+        raise InputError("--no-sync has no effect on a step of one micro-batch; add --accumulate")
     if options.generate == "":
         raise InputError("--generate '': the model needs a first byte to continue; give a prompt")
     if options.generate is not None and not getattr(model, "predicts_text", False):
@@ -192,7 +192,7 @@ def train(world, name, options, progress=None):
         run = _run_steps(world, engine, module, options, batches, progress, schedulers, survives)
     if run.skipped == options.steps:
         raise InputError(
-            f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
+            f"--steps {options.steps}: every gradient overflowed in fp16, and each lowers the loss scale; take more"
         )
     row = {"engine": getattr(name, "name", name), "losses": run.losses, "skipped_steps": run.skipped}
     if ours:
@@ -304,6 +304,6 @@ def _train_and_report(world, package, options):
         tables.show(tables.Table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
     if "overlap" in row:
         shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
-        tables.say(f"collectives beside computation, in {options.trace}: {shares}")
+        tables.say(f"collectives overlapped with computation, in {options.trace}: {shares}")
     if "generated" in row:
         tables.say(row["generated"])

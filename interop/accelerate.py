@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType, convert_to_fp32  # noqa: E402
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 CHECKPOINT = "engine"  # the engine's folder in a checkpoint
-TOGETHER = "prepare() takes one model that trains, together with its one optimizer, and once until free_memory()"
+TOGETHER = "prepare() takes one model that trains, with its one optimizer; call free_memory() before another"
 
 
 class Accelerator(accelerate.Accelerator):
@@ -50,21 +50,19 @@ class Accelerator(accelerate.Accelerator):
         """Validate the arguments, and keep them for `prepare`."""
         self._engine_name, self._engine_options = engine, dict(engine_options or {})
         if self.distributed_type not in TYPES:
-            raise InputError(
-                f"{self.distributed_type.value}: an engine takes its place; configure Accelerate without it"
-            )
+            raise InputError(f"{self.distributed_type.value}: an engine replaces it; configure Accelerate without it")
         if self.mixed_precision not in ("no", "bf16"):
             raise InputError(
-                f"mixed_precision={self.mixed_precision!r}: it scales losses itself; give bf16, or "
+                f"mixed_precision={self.mixed_precision!r}: Accelerate would scale the loss; give bf16, or "
                 "engine_options={'precision': 'fp16'}"
             )
         if self.mixed_precision == "bf16" and self._engine_options.get("precision", "fp32") != "fp32":
             raise InputError(
-                "mixed precision is autocast over fp32 weights, and precision= of an engine keeps them in 16 bits; "
+                "mixed precision is autocast over fp32 weights, and an engine's precision= keeps them in 16 bits; "
                 "choose one"
             )
         if self.state.dynamo_plugin.backend.value != "NO":
-            raise InputError("torch.compile is not passed on; write model.compile() before")
+            raise InputError("prepare() does not compile; write model.compile() before it")
 
     def prepare(self, *objects, device_placement=None):
         """As Accelerate's, or an InputError: a model to be trained and its optimizer come together, once."""

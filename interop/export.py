@@ -36,13 +36,13 @@ FOLDERS = {"dcp": to_dcp.write, "universal": to_universal.write}  # formats of s
 def main(arguments=None):
     """Parse the arguments, export, say what was written."""
     parser = parser_of("interop.export", __doc__)
-    parser.add_argument("checkpoint", type=Path, help="the folder that save() was given; of a run's, its newest step")
-    parser.add_argument("place", type=Path, help="what to write: a file, in place of what is there; or a new folder")
+    parser.add_argument("checkpoint", type=Path, help="the folder given to save(), or a run's (its newest step)")
+    parser.add_argument("place", type=Path, help="what to write: a file, which is replaced, or a new folder")
     parser.add_argument(
         "--format", choices=["safetensors", *FOLDERS], default="safetensors", help="(default: %(default)s)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters; buffers keep theirs (default: as saved)")
-    parser.add_argument("--allow-overflow", action="store_true", help="what is too large for --dtype becomes infinite")
+    parser.add_argument("--dtype", choices=DTYPES, help="for parameters; buffers keep theirs (default: as saved)")
+    parser.add_argument("--allow-overflow", action="store_true", help="values too large for --dtype become infinite")
     options = parser.parse_args(arguments)
     with one_line_errors():
         checkpoint = newest(options.checkpoint)
@@ -112,9 +112,9 @@ def _exported(checkpoint, place, make):
 def _check_place(checkpoint, place, make):
     """Refuse to write over something else, or over one of the checkpoint's files."""
     if make == Path.mkdir and os.path.lexists(place):
-        raise InputError("there is something; give the name of a new folder")
+        raise InputError("it exists already; give the name of a new folder")
     if place.exists() and not place.is_file():
-        raise InputError("there is something else than a file; give the name of one")
+        raise InputError("it exists and is not a file; give the name of one")
     folder = os.path.realpath(checkpoint)
     for path in (os.path.realpath(place), os.path.realpath(place.parent)):
         if os.path.commonpath([path, folder]) == folder:
@@ -151,7 +151,7 @@ def _write(index, saved, partial, dtype, allow_overflow):
         if not allow_overflow and saved.overflows(place_of[name], 0, whole.numel(), own):
             raise InputError(
                 f"{place_of[name].partition('/')[2]!r} has finite values that are infinite in {own}; choose another "
-                "--dtype, or take them so by --allow-overflow"
+                "--dtype, or accept them by --allow-overflow"
             )
         saved.read(place_of[name], 0, whole.view(-1))
         return whole

@@ -56,9 +56,9 @@ class ZeroStrategy(DDPStrategy):
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
         """Build the engine; several optimizers for one module are an InputError."""
         if len(optimizers) != 1:
-            raise InputError(f"setup() takes one optimizer for a module, and has {len(optimizers)}; use param groups")
+            raise InputError(f"setup() takes one optimizer for a module, not {len(optimizers)}; use param groups")
         if is_autocast(self.precision) and self._engine_options.get("precision", "fp32") != "fp32":
-            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave it, or the strategy's precision= out")
+            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave out that or the strategy's precision=")
         engine = engine_for(self._engine_name, module, optimizers[0], self._engine_options)
         self._stepping[engine] = Optimizer(engine, optimizers[0])
         return Model(engine), [self._stepping[engine]], scheduler
@@ -84,7 +84,7 @@ class ZeroStrategy(DDPStrategy):
         norm, must_be_finite = getattr(optimizer, "limit", (None, False))
         if must_be_finite and not math.isfinite(norm):
             raise RuntimeError(
-                f"the gradient's norm was {norm.item()}, and the step is made; error_if_nonfinite=False?"
+                f"the gradient's norm was {norm.item()}, after the step; give error_if_nonfinite=False to accept it"
             )
 
     def clip_gradients_norm(self, module, optimizer, max_norm, norm_type=2.0, error_if_nonfinite=True):
@@ -100,7 +100,7 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(self, path, state, storage_options=None, filter=None):
         """Write a folder: each model with its optimizer, which any engine loads at any world size, and the rest."""
         if filter:
-            raise InputError("filter: an engine's checkpoint is whole")
+            raise InputError("filter: an engine saves its whole state")
         models, rest = self._split(state)
         os.makedirs(path, exist_ok=True)
         super().save_checkpoint(os.path.join(path, REST), rest, storage_options)

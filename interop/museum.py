@@ -118,7 +118,7 @@ def main(arguments=None):
     """Install, run, show and write the results; exit with 1 if an exhibit is not red and then green."""
     parser = parser_of("interop.museum", __doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
+    parser.add_argument("--only", nargs="+", metavar="N", help="only the issues with these numbers")
     options = asked(parser, arguments)
     check_clone("tests/any_engine")
     exhibits = [row for row in SHOWN["exhibits"] if not options.only or row["issue"].split()[-1] in options.only]
@@ -126,7 +126,7 @@ def main(arguments=None):
     machine = hardware(torch.device("cpu"))
     tell(options, {"rows": rows, "not_here": SHOWN["not_here"], "hardware": machine}, table)
     if not all(row["red"] and row["green"] for row in rows):
-        sys.exit("error: an exhibit above is not red in the one release and green in the other")
+        sys.exit("error: an exhibit above is not red in the old release and green in the new one")
 
 
 def shown(exhibit, folder):

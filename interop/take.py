@@ -41,7 +41,7 @@ def main(arguments=None):
     """Parse the arguments, copy, test the copy, and say what was written."""
     parser = parser_of("interop.take", __doc__)
     parser.add_argument("engine", help=", ".join((*ENGINES, WORDS)))
-    parser.add_argument("package", type=Path, help="the folder to write, which is not there yet: a name for imports")
+    parser.add_argument("package", type=Path, help="the new folder, whose name is the package's")
     parser.add_argument("--no-verdict", action="store_true", help="do not run the suite's quick part on it")
     options = parser.parse_args(arguments)
     with one_line_errors():
@@ -64,7 +64,7 @@ def check(engine, package):
     if not package.name.isidentifier():
         raise InputError(f"{package}: {package.name!r} cannot be imported; give a name of letters, digits and _")
     if package.exists():
-        raise InputError(f"{package} is there already; give a folder that is not")
+        raise InputError(f"{package} is there already; give a new folder")
     if not package.parent.is_dir():
         raise InputError(f"{package}: there is no folder {package.parent}; make it first")
 

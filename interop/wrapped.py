@@ -198,7 +198,7 @@ class StandIn(torch.optim.Optimizer):
         self._engine.optimizer.add_param_group(param_group)
 
 
-_TAKEN = refused("this optimizer was taken over by an engine; use the one that was given back for it")
+_TAKEN = refused("an engine has taken over this optimizer; use the one that was returned for it")
 
 
 class Optimizer(StandIn):
@@ -238,7 +238,7 @@ class Optimizer(StandIn):
             InputError: `closure` is given.
         """
         if closure is not None:
-            raise InputError("step(closure): engines step once for a gradient; call backward before, and step()")
+            raise InputError("step(closure): an engine steps once per gradient; call backward first, then step()")
         self.engine.clip_norm, self.engine.norm_type = self._asked or self._always
         self._asked = None
         result = self.engine.step()

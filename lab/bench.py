@@ -104,9 +104,9 @@ def main(arguments=None):
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
     small = "give libraries the small send buffers of the stages too"
     parser.add_argument("--small-send-buffers", action="store_true", help=small)
-    parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each world (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
+    parser.add_argument("--worlds", type=int, default=3, help="worlds per contestant, in turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds per world (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round (default: %(default)s)")
     options = asked(parser, arguments, figure=True)
     results = bench(options)
     publish(options, results, tables(results), lambda path: figures.save(figures.bench(results), path))
@@ -154,7 +154,7 @@ def check(options):
     check_counts(options, "worlds", "rounds", "steps", "batch")
     if options.worlds * options.rounds < FEWEST_ROUNDS:
         given = f"--worlds {options.worlds} --rounds {options.rounds}"
-        raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
+        raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all are needed")
     cases, given = [], [getattr(options, name).split(",") for name in ("models", "precisions", "nproc")]
     for model, precision, number in itertools.product(*given):
         if not number.isdigit():

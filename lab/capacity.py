@@ -113,11 +113,11 @@ def check(options):
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError("lab.capacity starts its own ranks, a world for each trial; run it without torchrun")
     if not torch.cuda.is_available() and sys.platform != "linux":
-        raise InputError("without a GPU the limit is Linux's RLIMIT_DATA; other systems have none that is kept")
+        raise InputError("without a GPU the limit is Linux's RLIMIT_DATA; other systems enforce none")
     engines, precisions = options.engines.split(","), options.precisions.split(",")
     for name in engines:
         if not hasattr(find_engine(name), "owned"):
-            raise InputError(f"--engines: {name} has no ownership table, so that nothing can be predicted of it")
+            raise InputError(f"--engines: {name} has no ownership table to predict from")
     for precision in precisions:
         dtype_of(precision)
         if precision == "fp16":

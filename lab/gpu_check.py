@@ -50,7 +50,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else list(CHECKS)
     if unknown := sorted(set(names) - set(CHECKS)):
-        raise InputError(f"--only {unknown[0]}: there is no such check; choose of: {', '.join(CHECKS)}")
+        raise InputError(f"--only {unknown[0]}: there is no such check; choose from: {', '.join(CHECKS)}")
     check_output("--report", options.report)
     if not torch.cuda.is_available():
         raise InputError("torch finds no GPU here, so there is nothing to check")

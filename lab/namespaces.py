@@ -135,7 +135,7 @@ def bytes_left(interface):
     """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them."""
     counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
     if not counter.exists():
-        raise InputError(f"there is no network interface {interface!r} whose bytes could be counted")
+        raise InputError(f"there is no network interface {interface!r} to count the bytes of")
     return int(counter.read_text())
 
 

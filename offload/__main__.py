@@ -12,7 +12,7 @@ def add_own(parser):
         "--tier",
         default="cpu",
         help="cpu: ZeRO-Offload, the default. nvme, or such as parameters=cpu,gradients=device,optimizer=nvme: "
-        "ZeRO-Infinity, with all states or each of them in a tier",
+        "ZeRO-Infinity, all states in one tier or each in its own",
     )
     parser.add_argument("--ratio", type=float, default=0.0, help="part that stays on the device (default: %(default)s)")
     parser.add_argument("--delayed-update", action="store_true", help="step during the next forward and backward")

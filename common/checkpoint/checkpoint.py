@@ -268,7 +268,7 @@ def _check_fits(engine, index):
         one, other = saved.get(what, "missing"), here.get(what, "missing")
         if one != other:
             raise InputError(
-                f"{what} is {one} in the checkpoint and {other} here; build the engine as it was built then"
+                f"{what} is {one} in the checkpoint and {other} here; build the engine as when it was saved"
             )
 
 
@@ -288,7 +288,7 @@ def _check_buffers(engine, source):
         here = tensor_file.kind(buffer.dtype, buffer.shape)
         if there != here:
             raise InputError(
-                f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as it was built then"
+                f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as when it was saved"
             )
 
 

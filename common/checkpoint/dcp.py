@@ -94,7 +94,7 @@ class Source(Tensors):
         rows = torch.empty(box.sizes, dtype=target.dtype)
         items = create_read_items_for_chunk_list(key, self.stored[key], [box])
         if sum(math.prod(item.lengths) for item in items) != rows.numel():
-            raise InputError(f"{key!r} is not all there; save it anew")
+            raise InputError(f"{key!r} is incomplete; save it again")
         planner = DefaultLoadPlanner()
         planner.lookup_tensor = lambda index: rows
         self._reader.read_data(LoadPlan(items), planner)
@@ -123,9 +123,9 @@ def _prefix_of(stored, names):
     """The prefix of the model's tensor names."""
     found = {key.removesuffix(names[0]) for key in stored if f".{key}".endswith(f".{names[0]}")}
     if not found:
-        raise InputError(f"{names[0]!r} is missing; the names are to be those of model.state_dict()")
+        raise InputError(f"{names[0]!r} is missing; names must be those of model.state_dict()")
     count = {prefix: sum(prefix + name in stored for name in names) for prefix in found}
     best = sorted(prefix for prefix in found if count[prefix] == max(count.values()))
     if len(best) > 1:
-        raise InputError(f"the model is there as {best[0]!r} and as {best[1]!r}; leave one of them out")
+        raise InputError(f"it holds the model twice, as {best[0]!r} and as {best[1]!r}; leave one of them out")
     return best[0]

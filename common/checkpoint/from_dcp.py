@@ -91,9 +91,9 @@ def _groups(source, at, optimizer, named):
         raise InputError(f"the optimizer has {len(groups)} groups there and {len(optimizer.param_groups)} here")
     for number, (there, here) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for option in sorted({"params", *optimizer.defaults} - there.keys()):
-            raise InputError(f"option {option!r} of the optimizer is missing there; build the one that it was saved of")
+            raise InputError(f"the optimizer there has no option {option!r}; build the optimizer that was saved")
         for option in sorted(there.keys() - here.keys() - OF_SCHEDULERS):
-            raise InputError(f"the optimizer has no option {option!r} here; build the one that it was saved of")
+            raise InputError(f"the optimizer here has no option {option!r}; build the optimizer that was saved")
         for name in there.pop("params"):
             if name not in named:
                 said = f"group {number} of the optimizer has {name!r}, which is no parameter here"
@@ -111,7 +111,7 @@ def _states(source, at, named):
         if key.startswith(before):
             name, _, one = key.removeprefix(before).rpartition(".")
             if name not in named:
-                raise InputError(f"{key!r} is of no parameter here; {AS_SAVED}")
+                raise InputError(f"{key!r} belongs to no parameter here; {AS_SAVED}")
             found.append((name, one, key))
     there = {(name, one) for name, one, _ in found}
     for one in sorted({one for _, one, _ in found}):
@@ -126,7 +126,7 @@ def _states(source, at, named):
     for name, one, key in found:
         expected = () if one in single else named[name].shape
         if shape_of[key] not in (expected, None if one in single else expected):
-            raise InputError(f"{key!r} has shape {list(shape_of[key])} there, and would have {list(expected)} here")
+            raise InputError(f"{key!r} has shape {list(shape_of[key])} there, and needs {list(expected)} here")
     values = source.values([key for _, one, key in found if one in single])
     states, scalars = {name: {} for name, _, _ in found}, {name: {} for name, _, _ in found}
     for name, one, key in found:

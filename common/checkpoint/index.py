@@ -27,7 +27,7 @@ def read_index(folder, name="index.json"):
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(damaged) from error
     if written != FORMAT:
-        raise InputError(f"it has format {written}, this reads format {FORMAT}; load it where it was saved")
+        raise InputError(f"its format is {written}, and this version reads {FORMAT}; load it where it was saved")
     # Anyone can recompute the digest, so also require names within the folder.
     if not intact or not all(FILE_NAME.fullmatch(entry["name"]) for entry in contents["index"]["files"]):
         raise InputError(damaged)

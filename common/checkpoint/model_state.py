@@ -38,8 +38,8 @@ def extra_state(engine):
             found[key] = value
         elif id(value) not in own:
             raise InputError(
-                f"{key!r} in model.state_dict() is no parameter, no buffer and no extra state, but made by a hook, and "
-                "nobody could load it: remove the hook, or hand it out by get_extra_state()"
+                f"{key!r} in model.state_dict() is no parameter, buffer or extra state: a hook made it, and nothing "
+                "could load it; remove the hook, or return it from get_extra_state()"
             )
     return found
 

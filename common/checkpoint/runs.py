@@ -54,7 +54,7 @@ def add_arguments(parser):
     when = "write checkpoints into this folder: at the end, when stopped, and"
     parser.add_argument("--save", metavar="DIR", help=when)
     parser.add_argument("--save-every", type=int, metavar="K", help="after each K-th step")
-    parser.add_argument("--keep", type=int, default=2, metavar="M", help="how many of them stay (default: %(default)s)")
+    parser.add_argument("--keep", type=int, default=2, metavar="M", help="checkpoints to keep (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if any")
 
 
@@ -141,8 +141,7 @@ class TrainingRun:
         newest = self.engine.comm.gather_objects(newest, "the newest checkpoint")[0]  # nodes see it at different times
         if newest is not None and not self.options.resume:
             raise InputError(
-                f"{self.folder} holds a run that has come to step {newest}: --resume goes on with it, or give another "
-                "folder"
+                f"{self.folder} holds a run at step {newest}: add --resume to go on with it, or give another folder"
             )
         if newest is not None:
             self._resume(newest)
@@ -158,15 +157,15 @@ class TrainingRun:
         for name, then in settings.items():
             if now[name] != then:
                 said = name.replace("_", "-")
-                raise InputError(f"{path} is of a run with --{said} {then}, this has {now[name]}: give it as it was")
+                raise InputError(f"{path} was saved with --{said} {then}, and this run has {now[name]}: give the same")
         if extra["text"] != self.text:
             raise InputError(
-                f"{path} is of a run on another text, of sha256 {extra['text'][:12]}, and this one has "
-                f"{self.text[:12]}: give --data as it was, or, without it, the same Python"
+                f"{path} was saved with another text: its sha256 is {extra['text'][:12]}, here {self.text[:12]}; "
+                "give the same --data or, without it, use the same Python"
             )
         self._check_engine(path, extra["engine"])
         if extra["step"] > self.options.steps:
-            raise InputError(f"{path}: {extra['step']} steps are done, and --steps says {self.options.steps}")
+            raise InputError(f"{path}: {extra['step']} steps are done, more than --steps {self.options.steps}")
         for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         if self.engine.rank >= extra["ranks"]:  # a new rank: the `extra` that it read is rank 0's
@@ -186,7 +185,7 @@ class TrainingRun:
         said = [
             ", ".join([one["name"], *(f"{n}={value!r}" for n, value in one["options"].items())]) for one in (then, now)
         ]
-        raise InputError(f"{path} is of a run of {said[0]}, this is {said[1]}: give its options as they were")
+        raise InputError(f"{path} was saved by {said[0]}, and this run has {said[1]}: give the same options")
 
     def _ask(self, number, frame):
         self._asked = True
@@ -255,7 +254,7 @@ def lock(file, word, leaving):
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        print(f"note: {file.parent} cannot be locked: see to it that no other run saves there", file=sys.stderr)
+        print(f"note: {file.parent} cannot be locked: make sure that no other run saves there", file=sys.stderr)
         file.write_text(f"{who}\n{word}\n")
         return
     if own is None:

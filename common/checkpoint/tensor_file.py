@@ -77,8 +77,8 @@ def check(tensors, metadata):
     length = len(_header(tensors, tensors, metadata)) - 8
     if length > HEADER:
         raise InputError(
-            f"names and all that is no tensor take {length / 1e6:.0f} MB, and a safetensors file holds "
-            f"{HEADER / 1e6:.0f} MB of these; put long lists into tensors, or leave them out"
+            f"names and values that are not tensors take {length / 1e6:.0f} MB, and a safetensors file holds "
+            f"{HEADER / 1e6:.0f} MB of them; put long lists into tensors, or leave them out"
         )
 
 
@@ -207,5 +207,5 @@ def _weight_map(index):
         for name, file in json.loads(index.read_bytes())["weight_map"].items():
             names_of.setdefault(index.parent / file, []).append(name)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
+        raise InputError("it is not an index: that is JSON with a 'weight_map' from names to files") from error
     return names_of

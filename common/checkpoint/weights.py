@@ -99,7 +99,7 @@ def names_in(source, state, extra_state=()):
         if there:
             name_of[tensor] = there[0]
         elif isinstance(tensor, nn.Parameter):
-            raise InputError(f"{own[0]!r} is missing; the names are to be those of model.state_dict()")
+            raise InputError(f"{own[0]!r} is missing; names must be those of model.state_dict()")
         for name in there:
             theirs, ours = tensor_file.kind(*source.tensors[name]), tensor_file.kind(tensor.dtype, tensor.shape)
             if theirs != ours:
@@ -125,7 +125,7 @@ def check_range(engine, source, name_of):
         if source.overflows(name_of[tensor], start, stop, dtype):
             raise InputError(
                 f"{name!r} has finite values that are infinite in {dtype}, its dtype here; "
-                "choose a wider precision=, or keep_fp32= for it, or mend the file"
+                "choose a wider precision=, name it in keep_fp32=, or repair the file"
             )
 
 

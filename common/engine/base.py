@@ -442,6 +442,6 @@ class EngineBase(Files, NoModule):
             return  # as from a reentrant checkpoint of a constant
         if running_backward.loss_scale is None:
             parameter.grad, self._failed, self.unfinished = None, True, False
-            raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
+            raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that, not loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
         self.comm.lane.wait_for_caller()  # on CUDA the bucket's collective waits for this stream too

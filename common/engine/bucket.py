@@ -222,7 +222,7 @@ class Bucket(FlatRange):
     def pack(self, name, gradient):
         """Move a gradient to its slot in `local_gradients`. If `no_sync` left one there, add to it in fp32."""
         if gradient.layout is not torch.strided:
-            raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
+            raise InputError(f"{name!r} got a sparse gradient, and buckets are dense; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was reduced
             self.wait_reduce()
         self._set_means_aside()

@@ -76,8 +76,8 @@ class InitialValues:
         for name in self.unset:
             if name not in self._in_files:
                 raise InputError(
-                    f"init= leaves buffer {name!r} without values, and no file has any, as it is not persistent: have "
-                    "init= compute it, or build the model's buffers off the meta device"
+                    f"init= leaves buffer {name!r} without values, and no file has any, as it is not persistent: "
+                    "compute it in init=, or build the model's buffers off the meta device"
                 )
 
     def take_from_file(self, tensors):
@@ -88,7 +88,7 @@ class InitialValues:
         """Refuse to compute with tensors that have no values yet."""
         for name in self.unset:
             raise InputError(
-                f"init= leaves {name!r} without values; have it fill that, or write engine.load_weights(file) or "
+                f"init= leaves {name!r} without values; fill it in init=, or write engine.load_weights(file) or "
                 "engine.load(path) before the first forward"
             )
 

@@ -61,7 +61,7 @@ def _agree(engine, places, found):
         given = found.get(name)
         if not (torch.is_tensor(given) and given.shape == place.shape):
             how = f"write a tensor of the shape {tuple(place.shape)}"
-            misfit = InputError(f"what was written as the gradient of {name!r} is no gradient of it; {how}")
+            misfit = InputError(f"what was written to the gradient of {name!r} does not fit it; {how}")
             break
     own = [-1 if misfit else checksum(found[name]) for name in places]
     sums = torch.tensor(own, device=comm.device)

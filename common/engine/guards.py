@@ -49,11 +49,11 @@ class Guards:
         names = {parameter: name for name, parameter in engine._module.named_parameters()}
         for parameter, name in names.items():
             if parameter not in engine.bucket_of:
-                raise InputError(f"{name!r} is new, and would not be trained; {HOW_TO_CHANGE}")
+                raise InputError(f"{name!r} was added later, and would not be trained; {HOW_TO_CHANGE}")
         if len(names) < len(engine.bucket_of):
             members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
             gone = next(name for name, parameter in members if parameter not in names)
-            raise InputError(f"{gone!r} is no part of the model any more; {HOW_TO_CHANGE}")
+            raise InputError(f"{gone!r} has left the model; {HOW_TO_CHANGE}")
         self.check_places()
         engine.weight_writes.check()
 
@@ -88,14 +88,14 @@ class Guards:
             for name, parameter in bucket.members.items():
                 if parameter.grad is not None and bucket.kind.trainable:
                     raise InputError(
-                        f"{name!r} has a .grad of its own, which no step takes; read and write gradients within "
+                        f"{name!r} has a .grad of its own, which step() ignores; read and write gradients within "
                         "`with engine.gradients(write=True) as gradients:`, after engine.backward()"
                     )
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; {HOW_TO_CHANGE}")
         if not self._engine.buckets:
-            raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
+            raise InputError("no parameter was trainable when the engine was built: the engine can only run forward")
 
     def end_lone_runs(self):
         """Unpin units that are held for modules whose run an exception ended."""
@@ -122,7 +122,7 @@ class Guards:
         own = [p for p in module.parameters(recurse=False) if p in bucket_of and not writes.is_open(p)]
         if any(bucket_of[parameter].loses_writes for parameter in own):
             raise RuntimeError(
-                "load_state_dict() reaches the model's weights, and this engine makes them from those it keeps: write "
+                "load_state_dict() writes weights that this engine makes anew from those it keeps: write "
                 "engine.load_weights(state_dict), or load within `with engine.gathered(write=True):`"
             )
 
@@ -131,7 +131,7 @@ class Guards:
         scale = self._engine._scale
         if any(given != scale for bucket in self._engine.buckets for _, given in bucket.scales):
             raise RuntimeError(
-                "a gradient came under another loss scale than this engine's; in fp16 give each engine a loss of its "
+                "a gradient has another loss scale than this engine's; in fp16 give each engine a loss of its "
                 "own, and replace loss_scaler right after a step"
             )
 
@@ -168,8 +168,8 @@ class Guards:
             told = "{rank} of {world_size} of {engine}"
             raise InputError(
                 f"this state of the optimizer is from {told.format(**given) if given else 'no engine'}, and here is "
-                f"{told.format(**own)}, cut in its own way; load what this rank has saved, or write engine.save(path) "
-                "and engine.load(path), which cut it anew"
+                f"{told.format(**own)}, sharded differently; load what this rank has saved, or write "
+                "engine.save(path) and engine.load(path), which reshard it"
             )
 
     def own_shard(self):
@@ -230,11 +230,11 @@ def check_hooks(optimizer):
 
 
 def _refuse_hook(*_, **__):
-    raise InputError(f"a hook of the optimizer's step would be called for every shard anew; {WHERE_TO_WRITE}")
+    raise InputError(f"a hook of the optimizer's step would be called once per shard; {WHERE_TO_WRITE}")
 
 
 def _refuse_group(*_, **__):
-    raise InputError("engine.optimizer takes no parameters later; list them in param_groups= when the engine is built")
+    raise InputError("engine.optimizer takes no more parameters; list them in param_groups= when the engine is built")
 
 
 def _watched(step):
@@ -247,7 +247,7 @@ def _watched(step):
 def _refuse_other_optimizers(optimizer, *_):
     if any(id(parameter) in engine_of for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} is over parameters that an engine trains, and finds no gradients there; "
+            f"this {type(optimizer).__name__} has parameters that an engine trains, and finds no gradients there; "
             "give its factory to the engine, and write engine.step()"
         )
 

@@ -45,8 +45,8 @@ class Reader:
             read = [*module.parameters(), *tensors_in(args)] if outside and torch.is_grad_enabled() else ()
             if any(tensor.requires_grad for tensor in read):
                 raise RuntimeError(
-                    f"{self.path!r} runs outside the forward of {unit.name or 'the model'!r}, to which its "
-                    "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
+                    f"{self.path!r} runs outside the forward of {unit.name or 'the model'!r}, which unshards "
+                    "its parameters, and backward would miss them: call that module, use torch.no_grad(), or hold "
                     "it by engine.gathered() until backward ends"
                 )
             if not own:

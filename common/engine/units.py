@@ -268,7 +268,7 @@ def _watch_backward(engine, unit, tensors, call):
         if torch.is_grad_enabled() and not unit.pins:
             raise RuntimeError(
                 f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
-                "do it, and engine.backward() of what comes of it, within engine.gathered()"
+                "use it, and engine.backward() of the result, within engine.gathered()"
             )
         by_autograd = running_backward.loss_scale is None  # torch.autograd.grad, not an engine's backward
         if by_autograd and engine.backward_order.is_new(graph_task()):

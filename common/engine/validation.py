@@ -85,14 +85,14 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
         raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", hence, refusal)) from error
     name = type(whole).__name__
     if not _alike(halved[:3], expected[:3]):
-        raise InputError(_not_elementwise(f"{name} steps 64 elements otherwise than their two halves", OF_SHARDS))
+        raise InputError(_not_elementwise(f"{name} steps 64 elements differently from their two halves", OF_SHARDS))
     if not _alike(halved, expected):
-        raise InputError(
-            _not_elementwise(f"{name} looks at all of a gradient, where it is huge or not finite", OF_NORMS)
-        )
+        raise InputError(_not_elementwise(f"{name} looks at a whole gradient that is huge or not finite", OF_NORMS))
     for what, *shapes in SHAPES:
         if not _alike(_probed(optimizer, values, gradients, *shapes, together=True)[0], expected):
-            raise InputError(_not_elementwise(f"{name} steps {what} otherwise than their elements in a row", OF_SHAPES))
+            raise InputError(
+                _not_elementwise(f"{name} steps {what} differently from the same elements flattened", OF_SHAPES)
+            )
     state_bytes = {64: storage_bytes(tensors_of_state(whole)), 32: storage_bytes(tensors_of_state(halves)) // 2}
     per_element = (state_bytes[64] - state_bytes[32]) // 32
     return (per_element, state_bytes[64] - 64 * per_element), f"{name}{plain(whole.defaults)}"
@@ -106,9 +106,9 @@ SHAPES = (
     ("tensors of four dimensions", (2, 2, 4, 4)),
 )
 OF_SHARDS = "so its step on a shard would depend on what other ranks hold"
-OF_LOSSES = "and engines step without the loss; SAM is some lines with engine.gradients() and gathered(write=True)"
-OF_NORMS = "and would do so on some ranks only; skip_norm= and clip_norm= of the engine look at the whole gradient"
-OF_SHAPES = "and engines step flat shards of several parameters; give what each kind of them needs in param_groups="
+OF_LOSSES = "and engines step without the loss; write SAM by engine.gradients() and gathered(write=True)"
+OF_NORMS = "which some ranks would not see; the engine's skip_norm= and clip_norm= look at the whole gradient"
+OF_SHAPES = "and engines step flat shards of several parameters; give what each kind needs in param_groups="
 
 
 def _probed(optimizer, values, gradients, *shapes, together=False):
@@ -153,7 +153,7 @@ def check_swapped(optimizer):
         now, weight.data, weight.grad = weight.detach(), nothing, None
     if not _alike(now, expected):
         raise InputError(
-            f"{type(probe).__name__} looks at the weights when it is built, and on disk they have no values then; "
+            f"{type(probe).__name__} reads the weights when it is built, and on disk they have no values yet; "
             "place the optimizer by tiers= on 'cpu' or 'device', or use AdamW, Adam, SGD, Adagrad or RMSprop"
         )
     return [value.itemsize for value in tensors_of_state(probe) if value.shape == weight.shape]
@@ -225,7 +225,7 @@ def check_kept(model, keep_fp32):
     for entry in names:
         named = {name for name in parameters if f".{entry}." in f".{name}."}
         if not named:
-            raise InputError(f"keep_fp32 names {entry!r}, and no parameter's name has that between its dots")
+            raise InputError(f"keep_fp32 names {entry!r}, and no parameter has that as a part of its dotted name")
         kept |= named
     tensors = {parameters[name] for name in kept}
     return {name for name, parameter in parameters.items() if parameter in tensors}  # all names of tied ones
@@ -244,20 +244,18 @@ def check_model(model, comm, init, param_groups, dtype):
             )
         if not tensor.is_meta and tensor.device != comm.device:
             raise InputError(
-                f"{name!r} is on {tensor.device}, the group works on {comm.device}; move the model there first"
+                f"{name!r} is on {tensor.device}, and the group on {comm.device}; move the model there first"
             )
     for name, parameter in model.named_parameters():
         if id(parameter) in engine_of:
             raise InputError(
-                f"{name!r} has an engine already; delete that first, or build a model for each engine. Two optimizers "
-                "over shared weights are one class that steps each of param_groups by its own rule"
+                f"{name!r} has an engine already; delete that first, or build a model for each engine. For two "
+                "optimizers over shared weights, write one class that steps each of param_groups by its own rule"
             )
         if isinstance(parameter, Freed):
-            raise InputError(
-                f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"
-            )
+            raise InputError(f"{name!r} has no values, as after a stage-3 engine is deleted; build the model anew")
         if not parameter.is_meta and parameter.numel() > extent(parameter):
-            raise InputError(f"{name!r} is expanded: several of its elements are one in memory; copy it by clone()")
+            raise InputError(f"{name!r} is expanded: several of its elements share memory; copy it by clone()")
         if parameter.requires_grad and parameter.dtype not in DTYPES.values():
             raise InputError(
                 f"{name!r} is {parameter.dtype}, and engines train fp32, bf16 and fp16; build it in float32"
@@ -268,10 +266,10 @@ def check_model(model, comm, init, param_groups, dtype):
         raise InputError(f"the model is built in {names}, but its inputs are cast to {dtype}; give its own precision=")
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
-            raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
+            raise InputError(f"{name!r} makes sparse gradients, and buckets are dense; set sparse=False")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise InputError(
-                f"{name!r} writes its weight in forward, on each rank other rows; set max_norm=None, and scale rows "
+                f"{name!r} writes its weight in forward, other rows on each rank; set max_norm=None, and scale rows "
                 "within `with engine.gathered(module, write=True):`"
             )
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}

@@ -67,11 +67,11 @@ class WeightWrites:
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
                 if self.counted(parameter) and not self.is_open(parameter):
-                    raise InputError(f"{name!r} was written where the engine does not keep it; {HOW}")
+                    raise InputError(f"what was written to {name!r} would be lost; {HOW}")
             if any(map(self.counted, bucket.masters)):
                 raise InputError(
                     f"the tensors of engine.optimizer were written, those of {next(iter(bucket.members))!r} among "
-                    f"them, and no other rank hears of it; {HOW}, and what each step is to do in step() of the "
+                    f"them, which other ranks do not see; {HOW}, and put what each step does into step() of the "
                     "optimizer that the factory makes"
                 )
         watched = [] if self.open else [bucket for bucket in self._buckets if bucket.bits is not None]
@@ -165,7 +165,7 @@ def _agree(comm, members, places, before):
         moved = {}
         for _, name, parameter in members:
             if parameter.shape != places[parameter].shape:
-                raise InputError(f"{name!r} has become {tuple(parameter.shape)}; write what has its shape")
+                raise InputError(f"{name!r} was written with shape {tuple(parameter.shape)}; keep its shape")
             if parameter.data_ptr() != places[parameter].data_ptr():
                 moved[parameter] = parameter.detach().clone()
         for parameter, values in moved.items():
@@ -174,8 +174,8 @@ def _agree(comm, members, places, before):
         for _, name, parameter in members:
             if _holds_nan(parameter) and not _holds_nan(before[parameter]):
                 raise InputError(
-                    f"{name!r} has become NaN, as what is made of weights that are not gathered; without a module "
-                    "gathered() has all of them; nothing of it is kept"
+                    f"{name!r} has become NaN, as if made of weights that are not gathered; gathered() without a "
+                    "module gathers all of them; nothing of it is kept"
                 )
         how = "write the same on every rank; nothing of it is kept"
         found = [(f"{name!r} within gathered(write=True)", checksum(p), how) for _, name, p in members]

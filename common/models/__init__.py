@@ -88,7 +88,7 @@ def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
                 f"unknown kind of activation checkpoint {checkpoint_activations!r}; known kinds: {', '.join(KINDS)}"
             )
         if not hasattr(model, "checkpoint_activations"):
-            raise InputError(f"{name} has no blocks to compute again; choose another model, or no checkpoints")
+            raise InputError(f"{name} has no blocks to recompute; choose another model, or no checkpoints")
         model.checkpoint_activations = checkpoint_activations
     return model
 

@@ -39,7 +39,7 @@ def ranks_per_node(group):
 def check_ranks_per_node(count, size):
     """The number itself; InputError if it does not divide the number of ranks."""
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 1 or size % count:
-        raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of so many")
+        raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of that size")
     return count
 
 

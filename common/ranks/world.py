@@ -75,7 +75,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, for
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
     if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
         raise InputError(
-            f"srun started {tasks} tasks, and each would train a model of its own: have srun start torchrun, "
+            f"srun started {tasks} tasks, and each would train a model of its own: let srun start torchrun "
             "once on each node (common/CLUSTERS.md)"
         )
     asked = {"oversubscribe": oversubscribe, "ranks_per_node": ranks_per_node, "timeout": timeout}
@@ -106,7 +106,7 @@ def torchrun_env():
         return [int(os.environ[name]) for name in names]
     except (KeyError, ValueError) as error:
         found = ", ".join(f"{name}={os.environ.get(name)}" for name in names)
-        raise InputError(f"torchrun sets numbers, and the environment has {found}; start it by torchrun") from error
+        raise InputError(f"torchrun sets numbers, but the environment has {found}; start it by torchrun") from error
 
 
 def speaks_first():

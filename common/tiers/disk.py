@@ -171,7 +171,7 @@ class Disk(Host):
 def refuse_state_dict(optimizer):
     """Refuse to read an optimizer's states if they lie on disk: it holds only stand-ins."""
     if any(is_freed(state) for state in tensors_of_state(optimizer)):
-        raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save(path)")
+        raise RuntimeError("engine.optimizer does not hold states that lie on disk; write engine.save(path)")
 
 
 class Staging:

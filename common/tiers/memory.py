@@ -148,7 +148,7 @@ def shared(numel, dtype):
         mapping = mmap.mmap(-1, nbytes)
     except OSError as error:
         raise InputError(
-            f"the host tier needs {nbytes} bytes more of shared memory, and the system refuses ({error.strerror}); "
+            f"the host tier needs {nbytes} more bytes of shared memory, and the system refuses ({error.strerror}); "
             f"{available() // 2**20} MiB are free"
         ) from error
     return torch.frombuffer(mapping, dtype=dtype, count=numel)

@@ -61,7 +61,7 @@ class Engine:
     def step(self, lr_kwargs=None):
         """Call it after each micro-batch; after the last of a step it updates the parameters, and then the rate."""
         if not self._syncing:
-            raise InputError("step() within no_sync(): leave that first")
+            raise InputError("step() within no_sync(): leave the context first")
         self._stepped = False
         if self.is_gradient_accumulation_boundary():
             result = self._engine.step()
@@ -127,9 +127,7 @@ class Engine:
             raise AttributeError(f"the engine's {name!r} is not here: {INSTEAD['engine'][name]}")
         found = getattr(self._engine.module, name, None)
         if found is None:
-            raise AttributeError(
-                f"neither DeepSpeed's words here nor the model have {name!r}; see interop/DEEPSPEED.md"
-            )
+            raise AttributeError(f"neither the engine nor the model has {name!r}; see interop/DEEPSPEED.md")
         return whole_for(found, self._engine)
 
     def parameters(self, recurse=True):

@@ -97,7 +97,7 @@ def value_of(obeyed, name, default=None, auto=None):
     """The value of an obeyed key, or a default; for "auto" its meaning, or an InputError if it has none."""
     value = obeyed.get(name, default)
     if value == AUTO and auto is None:
-        raise InputError(f'the configuration\'s {name!r} is "auto", and nothing says what that is; give a value')
+        raise InputError(f'the configuration\'s {name!r} is "auto", and nothing sets it; give a value')
     return auto if value == AUTO else value
 
 
@@ -118,7 +118,7 @@ def engine_of(get):
     weights, gradients = (get(f"{ZERO}zero_quantized_{what}", False) for what in ("weights", "gradients"))
     offloads, compresses = set(tiers.values()) != {"device"}, hpz > 1 or weights or gradients
     if offloads and compresses:
-        raise InputError("the configuration has tiers and ZeRO++; these are two engines here, choose one")
+        raise InputError("the configuration has tiers and ZeRO++, which are two engines here; choose one")
     if compresses and stage != 3:
         raise InputError(f"the configuration has ZeRO++ in stage {stage}; it belongs to stage 3")
     if compresses:
@@ -177,7 +177,7 @@ def batch_of(get, world_size):
     if step != world_size * micro * accumulate or not step > 0:
         raise InputError(
             f"{names[0]!r} is {step}, but {names[1]!r} {micro} x {names[2]!r} {accumulate} x {world_size} ranks is "
-            f"{world_size * micro * accumulate}; leave one of the three out, or mend it"
+            f"{world_size * micro * accumulate}; leave one of the three out, or correct it"
         )
     return Batch(step, micro, accumulate)
 

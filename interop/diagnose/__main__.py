@@ -51,7 +51,7 @@ def main(arguments=None):
         "--engines", default=",".join((DDP, *ENGINES)), help="comma-separated (default: torch_ddp, and all seven)"
     )
     parser.add_argument("--against", default=PLAIN, metavar="ENGINE", help="compare with this one instead of DDP")
-    parser.add_argument("--steps", type=int, default=5, help="the function is ended after so many (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps, after which the function is ended (%(default)s)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds that a rank waits for others (%(default)s)")
     with one_line_errors():
         options = asked(parser, arguments)
@@ -83,7 +83,7 @@ def check(target, names):
     try:
         ast.parse(Path(file).read_text(), file)
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is no Python: {error}") from error
+        raise InputError(f"{file} is not Python: {error}") from error
     for name in names:
         engine_of(name)
 

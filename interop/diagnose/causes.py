@@ -9,9 +9,9 @@ from interop.diagnose.comparing import distance, ranks_part
 ALIKE = 0.02  # of what an engine is off it may be off from a suspect that is wrong in the same way
 EQUAL = "equal to the bit"
 ROUNDING = "rounding alone"
-STALE = "stale weights, which full_state_dict() mends: equal where all are read after every step"
+STALE = "stale weights, which full_state_dict() mends: equal if all are read after every step"
 QUANTIZES = "it quantizes by design: see the losses"
-PARTING = "under plain DDP the ranks part, too: see the note"
+PARTING = "under plain DDP the ranks diverge, too: see the note"
 UNKNOWN = "none of the known causes"
 
 

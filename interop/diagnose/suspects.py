@@ -10,7 +10,7 @@ from interop.peers.plain import AverageAfterBackward, mean_in_rank_order
 
 
 class Suspect(AverageAfterBackward):
-    """One of them. They run in the order of this file: of several that match the first is named."""
+    """A suspect. They run in the order of this file, and the first that matches is named."""
 
 
 class GradOutOfSight(Suspect):
@@ -32,7 +32,7 @@ class EachForItself(Suspect):
 
 
 class OnlyTheLastMicroBatch(Suspect):
-    """of several backwards before a step the last alone counts"""
+    """of several backwards before a step only the last counts"""
 
     def backward(self, loss):
         self.zero_grad()
@@ -40,7 +40,7 @@ class OnlyTheLastMicroBatch(Suspect):
 
 
 class MeanOfMeans(Suspect):
-    """the sum of several backwards is divided by their number, whatever each of them counts for"""
+    """the sum of several backwards is divided by their number, whatever each counts for"""
 
     backwards = 0
 
@@ -63,7 +63,7 @@ class ClipsAfterTheStep(Suspect):
 
 
 class LocalNorm(Suspect):
-    """the norm that clips is that of this rank's own gradient"""
+    """clipping uses the norm of this rank's own gradient"""
 
     squares = 0.0
 
@@ -94,7 +94,7 @@ class RateOfTheStepBefore(Suspect):
 
 
 class GradientsStay(Suspect):
-    """gradients of one step are there in the next: nobody drops them"""
+    """gradients of one step are still there in the next: nothing drops them"""
 
     def zero_grad(self):
         before = {parameter: total.clone() for parameter, total in getattr(self, "total", {}).items()}
@@ -136,7 +136,7 @@ class NoMaster(Suspect):
 
 
 class OtherDecay(Suspect):
-    """weight decay is coupled where it is to be decoupled, or the other way round: Adam's for AdamW's"""
+    """weight decay is coupled instead of decoupled, or the other way round: Adam's for AdamW's"""
 
     def __init__(self, model, optimizer, **options):
         super().__init__(model, optimizer, **options)
@@ -165,14 +165,14 @@ class NoDecay(Suspect):
 
 
 class NormOfTheFirstGroup(Suspect):
-    """the norm that clips is that of the first parameter group alone"""
+    """clipping uses the norm of the first parameter group alone"""
 
     def norm(self, gradients):
         return super().norm([master.grad for master in self.optimizer.param_groups[0]["params"]])
 
 
 class FirstGroupAlone(Suspect):
-    """the first parameter group alone is stepped"""
+    """only the first parameter group is stepped"""
 
     def step(self):
         others = [parameter for group in self.optimizer.param_groups[1:] for parameter in group["params"]]
@@ -185,7 +185,7 @@ class FirstGroupAlone(Suspect):
 
 
 class PassesUnusedBy(Suspect):
-    """parameters without a gradient are passed by; zeros for a gradient would let momentum and decay go on"""
+    """parameters without a gradient are skipped; with zero gradients momentum and decay would go on"""
 
     def clip(self):
         norm = super().clip()
@@ -196,7 +196,7 @@ class PassesUnusedBy(Suspect):
 
 
 class OneStepMore(Suspect):
-    """the optimizer has counted a step more, of zero gradients, by which its states were made"""
+    """the optimizer has counted one more step, of zero gradients, which made its states"""
 
     def __init__(self, model, optimizer, **options):
         super().__init__(model, optimizer, **options)
@@ -208,7 +208,7 @@ class OneStepMore(Suspect):
 
 
 class LastBucketDropped(Suspect):
-    """the last bucket is never reduced: there each rank has its own gradient"""
+    """the last bucket is never reduced: each rank keeps its own gradient of it"""
 
     def average(self):
         last = [*self.own][-2:]

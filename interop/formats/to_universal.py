@@ -68,12 +68,10 @@ def _check(index):
     """Refuse by name what DeepSpeed cannot load."""
     for kind, names in {"buffers": index["buffers"], "extra state": index["extra_state"]}.items():
         for name in names:
-            raise InputError(f"DeepSpeed passes over {kind} here, and {name!r} is one; choose another --format")
+            raise InputError(f"DeepSpeed skips {kind} here, and {name!r} is one; choose another --format")
     for name, parameter in index["parameters"].items():
         if parameter["group"] is None:
-            raise InputError(
-                f"DeepSpeed passes over frozen parameters here, and {name!r} is one; choose another --format"
-            )
+            raise InputError(f"DeepSpeed skips frozen parameters here, and {name!r} is one; choose another --format")
         if set(parameter["states"]) != {"exp_avg", "exp_avg_sq"}:
             raise InputError(
                 f"DeepSpeed reads the states of Adam, exp_avg and exp_avg_sq, and {name!r} has {parameter['states']}"

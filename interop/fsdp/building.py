@@ -89,7 +89,7 @@ def before_state_dict(module, *_):
         engine = engine_of.get(id(parameter))
         if engine is not None and units.is_freed(parameter) and not engine.naming:
             raise InputError(
-                "state_dict() of what is sharded is refused: engine_behind(model).full_state_dict() has the whole "
+                "state_dict() of a sharded module is refused: engine_behind(model).full_state_dict() has the whole "
                 "model, and within engine_behind(model).gathered() modules have their own"
             )
 
@@ -111,7 +111,7 @@ def optimizer_over(root):
         )
     if not parameters.issuperset(found[over[0]]):
         raise InputError(
-            f"the optimizer has parameters beside those of this {type(root).__name__}, which ran first; call "
+            f"the optimizer has more parameters than those of this {type(root).__name__}, which ran first; call "
             "fully_shard on the whole model too, and run that"
         )
     return over[0]
@@ -128,7 +128,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     parameters = list(parameters)
     engine = engine_of.get(id(parameters[0])) if parameters else None
     if not isinstance(engine, Sharded) or not set(engine.trainable) <= set(parameters):
-        raise InputError("clip_grad_norm_ takes all parameters of a model that is fully_shard-ed and has run")
+        raise InputError("clip_grad_norm_ takes all parameters of a fully_shard-ed model after its first forward")
     engine.heed_zero_grad()
     if not engine.shown:
         raise InputError("clip_grad_norm_: there are no gradients; call it after loss.backward()")

@@ -88,7 +88,7 @@ class Sharded(find_engine("stage3_param")):
         """Step, unless gradients would be those of some micro-batches only."""
         self.heed_zero_grad()
         if self.shown and self.unsynced:
-            raise InputError("step() after a backward under set_requires_gradient_sync(False): allow the last one")
+            raise InputError("step() after a backward under set_requires_gradient_sync(False): let the last one sync")
         self.show_gradients(False)
         return super().step()
 
@@ -115,7 +115,7 @@ class Sharded(find_engine("stage3_param")):
         if self.shown and not all(kept):
             if any(kept):
                 raise InputError(
-                    "some gradients were set to None, or to others: drop all of them, by optimizer.zero_grad(), or "
+                    "some gradients were set to None or replaced: drop all of them, by optimizer.zero_grad(), or "
                     "write them within engine_behind(model).gradients(write=True)"
                 )
             self.zero_grad()

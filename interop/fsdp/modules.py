@@ -36,7 +36,7 @@ def fully_shard(
     if not isinstance(module, nn.Module):
         raise InputError(f"fully_shard takes one module at a time, not a {type(module).__name__}")
     if type(module).forward is nn.Module.forward:
-        raise InputError(f"fully_shard: a {type(module).__name__} has no forward of its own; shard what is in it")
+        raise InputError(f"fully_shard: a {type(module).__name__} has no forward of its own; shard the modules in it")
     if any(id(parameter) in engine_of for parameter in module.parameters()):
         raise InputError("fully_shard: the engine is built, with the first forward; shard modules before that")
     if part_of(module) is not None:

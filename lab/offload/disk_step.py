@@ -45,7 +45,7 @@ def main(arguments=None):
     parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
     options = asked(parser, arguments)
     if shutil.which("fio") is None:
-        raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
+        raise InputError("fio, which measures the disk, is not installed: apt-get install fio")
     if not WIDTH <= options.elements < float("inf"):
         raise InputError(f"--elements {options.elements:g}: give at least {WIDTH}")
     if not os.path.isdir(options.path):

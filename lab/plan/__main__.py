@@ -79,7 +79,7 @@ def parser():
     parser.add_argument(
         "--with", dest="own", action="append", default=[], metavar="SWITCH=False", help="a switch of ZeRO++, off"
     )
-    parser.add_argument("--simulate", action="store_true", help="have the engine that is advised take a step")
+    parser.add_argument("--simulate", action="store_true", help="simulate a step of the advised engine")
     return parser
 
 
@@ -222,9 +222,9 @@ def confirmed(options, results):
     """Simulate the advised engine; an InputError if none is advised, or if other degrees cut the model."""
     row = advised(results["rows"])
     if results["tensor"] * results["pipeline"] > 1:
-        raise InputError("--simulate: the engines cut no model by tensor or pipeline degrees; give neither")
+        raise InputError("--simulate: the engines have no tensor or pipeline parallelism; give neither degree")
     if row is None:
-        raise InputError("--simulate: nothing fits, so nothing is advised")
+        raise InputError("--simulate: nothing fits, so no engine is advised")
     made = simulate(
         Setting(
             find_engine(row["engine"]),

@@ -32,7 +32,7 @@ def main(arguments=None):
     parser.add_argument("engine", help="stage3_param, offload.nvme, or a class package.module:Name")
     parser.add_argument("--model", default="gpt-nano", help="of the zoo, or package.module:function (%(default)s)")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (%(default)s)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be (%(default)s)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to simulate (%(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
     micro = "samples of a rank's micro-batch (%(default)s)"
@@ -47,7 +47,7 @@ def main(arguments=None):
     parser.add_argument(
         "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
     )
-    parser.add_argument("--hardware", metavar="NAME", help=f"how long: {', '.join(PRESETS)}")
+    parser.add_argument("--hardware", metavar="NAME", help=f"time the step on: {', '.join(PRESETS)}")
     parser.add_argument("--trace", metavar="FILE", help="with --hardware: the step, for ui.perfetto.dev")
     options = asked(parser, arguments)
     setting = setting_of(options)
@@ -64,9 +64,9 @@ def setting_of(options):
     check_counts(options, "batch", "seq", "accumulate")
     dtype_of(options.precision)
     if options.trace and not options.hardware:
-        raise InputError(f"--trace {options.trace}: add --hardware, whose time it shows")
+        raise InputError(f"--trace {options.trace}: add --hardware, which gives its times")
     if options.offload_activations and options.checkpoint_activations is None:
-        raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
+        raise InputError("--offload-activations moves what checkpoints save to the host; add --checkpoint-activations")
     changed = {
         "engine": find_engine(options.engine),
         "sequence": options.seq,

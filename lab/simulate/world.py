@@ -62,7 +62,7 @@ def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
         InputError: `rank` is not below the world size, or a model reads values.
     """
     if size < 1 or not 0 <= rank < size:
-        raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 up to below it")
+        raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 to one below it")
     per_node = check_ranks_per_node(size if ranks_per_node is None else ranks_per_node, size)
     shown_by = sys.excepthook  # torch puts the rank before each line, once for each group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -154,14 +154,14 @@ def model_of(name, checkpoint_activations=None):
     if ":" not in name:
         return models.build(name, checkpoint_activations=checkpoint_activations, known=models.SIZES | models.LANDMARKS)
     if checkpoint_activations is not None:
-        raise InputError(f"--checkpoint-activations: {name} is not of the zoo; have it make a model with checkpoints")
+        raise InputError(f"--checkpoint-activations: {name} is not in the zoo; build its checkpoints into the model")
     path, _, attribute = name.partition(":")
     try:
         make = getattr(importlib.import_module(path), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise InputError(
-            f"--model {name}: {error}; name a function package.module:function that returns the model, where Python "
-            "finds the module: in this folder, or along PYTHONPATH"
+            f"--model {name}: {error}; name package.module:function, which returns the model; the module lies in "
+            "this folder or along PYTHONPATH"
         ) from error
     made = make()
     return Foreign(*made) if isinstance(made, tuple) else Foreign(made)

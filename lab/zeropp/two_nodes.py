@@ -95,9 +95,9 @@ def main(arguments=None):
     parser = parser_of("lab.zeropp.two_nodes", __doc__)
     parser.add_argument("--model", default="gpt-link", help="of the zoo (default: %(default)s)")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"), help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of each engine, the first of them warms up (default: 5)")
+    parser.add_argument("--steps", type=int, default=5, help="per engine, the first as a warm-up (default: 5)")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
-    parser.add_argument("--only", metavar="NAMES", help="rows of the table by their switches, with ; between them")
+    parser.add_argument("--only", metavar="NAMES", help="rows of the table by their switches, separated by ;")
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc has it, or none (default: %(default)s)")
     options = asked(parser, arguments)
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -67,5 +67,5 @@ def agreed(world, numbers):
 def test_a_rank_may_have_no_tokens_if_others_do(worlds):
     assert worlds(3).run(agreed, [0, 5, 1]) == [(6, 0.0), (6, 2.5), (6, 0.5)]
     assert (
-        worlds(3).run(agreed, [0, 0, 0]) == ["no rank has a token that counts: all targets of this step are -100"] * 3
+        worlds(3).run(agreed, [0, 0, 0]) == ["no rank has a token to train on: all targets of this step are -100"] * 3
     )

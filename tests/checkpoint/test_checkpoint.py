@@ -326,7 +326,7 @@ HINDRANCES = {  # what hinders a save, on which ranks, and the message
     "no checksum": (lambda: mock.patch.object(tensor_file.hashlib, "sha256", fail_unexpectedly), (0, 1), "KeyError"),
     "a disk that lies": (lambda: mock.patch.object(os, "fsync", lose), (0, 1), "header"),
     # more than readers of the format accept
-    "too much text": (contextlib.nullcontext, (1,), "names and all that is no tensor take 100 MB"),
+    "too much text": (contextlib.nullcontext, (1,), "names and values that are not tensors take 100 MB"),
 }
 
 

@@ -160,7 +160,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(worlds, tmp_path):
     index, files = write_split(tmp_path, plain())
     name = "ln_f.weight"
     for said, text in {
-        "no JSON with a 'weight_map'": "[]",
+        "that is JSON with a 'weight_map'": "[]",
         "from names to files": json.dumps({"weight_map": {name: 3}}),
         f"'{name}' is not in ": json.dumps({"weight_map": files | {name: files["ln_f.bias"]}}),
         "No such file": json.dumps({"weight_map": files | {name: "nowhere.safetensors"}}),

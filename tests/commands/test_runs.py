@@ -201,10 +201,10 @@ def test_the_newest_stay_and_remnants_go(world, tmp_path):
 
 
 OTHER_RUNS = {  # another run's options: the message
-    "": "holds a run that has come to step 2: --resume goes on with it",
-    "--resume --lr 0.5": "is of a run with --lr 0.001, this has 0.5",
-    "--resume --steps 1": "is of a run with --steps 2, this has 1",  # the step at which the rate reaches 0
-    "--resume --steps 4": "is of a run with --steps 2, this has 4",
+    "": "holds a run at step 2: add --resume to go on with it",
+    "--resume --lr 0.5": "was saved with --lr 0.001, and this run has 0.5",
+    "--resume --steps 1": "was saved with --steps 2, and this run has 1",  # the step at which the rate reaches 0
+    "--resume --steps 4": "was saved with --steps 2, and this run has 4",
     "--resume --model mlp": "parameter",
 }
 
@@ -221,7 +221,7 @@ def test_at_a_constant_rate_a_run_may_take_more_steps_but_not_fewer(world, tmp_p
     expected = steady("--steps", 4)
     steady("--steps", 2, "--save", tmp_path)
     assert steady("--steps", 4, "--save", tmp_path, "--resume") == expected
-    with pytest.raises(InputError, match="4 steps are done, and --steps says 3"):
+    with pytest.raises(InputError, match="4 steps are done, more than --steps 3"):
         steady("--steps", 3, "--save", tmp_path, "--resume")
 
 
@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(worlds, tmp_path):
     assert worlds(2).run(refusal, *folder, tmp_path / "elsewhere") == [None, None]
     other.rename(first)
     for said in worlds(2).run(refusal, *folder, first):
-        assert "is of a run on another text, of sha256 " in said
+        assert "was saved with another text: its sha256 is " in said
 
 
 OTHERWISE = [
@@ -281,7 +281,7 @@ def test_a_run_goes_on_with_the_options_of_its_engine(world, tmp_path, first, op
     go_on = functools.partial(refusal, world, "--save", tmp_path, "--resume", "--model", "mlp")
     assert go_on(engine=first, own=options) is None
     said = go_on(engine=then, own=others)
-    assert "is of a run of " in said and said.endswith("give its options as they were")
+    assert "was saved by " in said and said.endswith("give the same options")
     assert go_on(engine=first, own=options) is None
 
 
@@ -315,7 +315,7 @@ def test_ranks_that_a_killed_torchrun_left_are_owners_too(worlds, tmp_path):
         for rank in left:
             os.kill(rank, signal.SIGKILL)
     said = worlds(2).run(refusal, "--save", tmp_path)
-    assert all("holds a run that has come to step" in one for one in said)  # a dead owner loses the folder
+    assert all("holds a run at step" in one for one in said)  # a dead owner loses the folder
 
 
 def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(world, tmp_path):

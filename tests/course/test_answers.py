@@ -122,7 +122,7 @@ ASK = {  # a check, its further arguments, and the right answer
 }
 WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("sent", lambda name, n, m: n / (n - 1) * law(name, n, m), "a rank keeps its own part"),
-    ("sent", lambda name, n, m: (n - 1) / n * m, "you left out a half"),
+    ("sent", lambda name, n, m: (n - 1) / n * m, "you left out half"),
     ("sent", lambda name, n, m: m, "in each a rank keeps its own part"),
     ("sent", lambda name, n, m: n * law(name, n, m), "what all ranks send together"),
     ("sent", lambda name, n, m: m / n, "what goes to one other rank"),
@@ -133,7 +133,7 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("leaving", lambda way, n, p, m: p * (n - 1) / n * m, "only the last rank of a node"),
     ("leaving", lambda way, n, p, m: (n - p) / n * m, "each of them sends"),
     ("leaving", lambda way, n, p, m: m, "a rank keeps its own part"),
-    ("leaving", lambda way, n, p, m: p * (n - 1) / n * m, "a part stays in the node"),
+    ("leaving", lambda way, n, p, m: p * (n - 1) / n * m, "stays in the node"),
     ("ring", lambda n, m: ring_seconds(n, m) / (n - 1), "N-1 rounds"),
     ("ring", lambda n, m: n * ring_seconds(n, m), "a round sends M/N"),
     ("noise", True, "0.90 to 1.30, and 1 lies within"),
@@ -194,7 +194,7 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("gpus", 8192, "it fits, but fewer do"),
     ("crossover", lambda nbytes, flops, link: nbytes * flops / link, ("6 operations",) * 2),
     ("crossover", lambda nbytes, flops, link: nbytes * flops / (2 * link), ("forward alone",) * 2),
-    ("crossover", lambda nbytes, flops, link: 6 * link / (nbytes * flops), ("turned round",) * 2),
+    ("crossover", lambda nbytes, flops, link: 6 * link / (nbytes * flops), ("the other way round",) * 2),
     ("decisions", {EIGHT: "stage 3"}, "so does a lower one"),
     ("decisions", {EIGHT: "stage 0, data parallelism"}, "it takes 114 GB of a GPU"),
     ("decisions", {ONE: "stage 3"}, "it takes 213 GB of a GPU"),

@@ -122,7 +122,7 @@ def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
                 self.reduce(len(whole), shard, p)
 
     assert not check(ranks, Late, TWO)
-    assert "bytes of gradients were there at once" in capsys.readouterr().out
+    assert "bytes of gradients were held at once" in capsys.readouterr().out
 
 
 def test_a_rank_that_waits_is_ended_with_a_sentence(capsys):

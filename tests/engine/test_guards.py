@@ -84,11 +84,11 @@ MISUSES = {
     a_gradient_by_hand_before_the_step: r"^'head.bias' has a .grad of its own, .* engine.gradients\(write=True\)",
     a_gradient_by_hand_before_backward: r"^'head.bias' has a .grad of its own, .* engine.gradients\(write=True\)",
     backward_of_an_old_graph: "modified by an inplace operation",
-    backward_past_the_engine: r"^'.*' got a gradient outside of engine.backward\(\): write that for loss.backward\(\)$",
-    optimizer_by_hand: r"^this SGD is over parameters that an engine trains, .* write engine.step\(\)$",
+    backward_past_the_engine: r"^'.+' got a gradient .* engine.backward\(\): write that, not loss.backward\(\)$",
+    optimizer_by_hand: r"^this SGD has parameters that an engine trains, .* write engine.step\(\)$",
     the_engines_optimizer_by_hand: r"^engine.optimizer.step\(\) has no gradients to step by; write engine.step\(\)$",
-    a_scaler_by_hand: r"write that for loss.backward\(\)$",
-    a_step_of_a_part_of_the_model: r"^this Adam is over parameters that an engine trains",
+    a_scaler_by_hand: r"write that, not loss.backward\(\)$",
+    a_step_of_a_part_of_the_model: r"^this Adam has parameters that an engine trains",
 }
 
 
@@ -151,7 +151,7 @@ def test_weights_come_back_from_snapshots_and_state_dicts(world, engine):
         differs = {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}
         assert "'head.bias' differs between rank" in message_in_step(made.load_weights, differs)
     missing = message_in_step(made.load_weights, {"head.bias": best["head.bias"]})
-    assert "is missing; the names are to be those of model.state_dict()" in missing
+    assert "is missing; names must be those of model.state_dict()" in missing
     assert "tensor(" not in missing
     other = small_engine(world, engine, precision, make=FrozenEnds).snapshot()
     assert message_in_step(made.restore, other).startswith("this snapshot is of another engine or rank")
@@ -225,7 +225,7 @@ def test_a_frozen_model_has_an_engine_that_serves_forwards_and_holds_no_more_tha
     assert (held["gradients"], held["optimizer"]) == (0, 0)
     for call in (lambda: teacher.backward(loss(teacher(inputs(world, 0).requires_grad_()))), teacher.step):
         said = message_in_step(call)
-        assert said == "no parameter was trainable when the engine was built: it serves forwards alone"
+        assert said == "no parameter was trainable when the engine was built: the engine can only run forward"
 
 
 @torch.no_grad()
@@ -372,12 +372,12 @@ def another_layer(module):
 
 MOVED = "has left the engine's storage, by model.to"
 CHANGE = "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build"
-NEW = f"is new, and would not be trained; {CHANGE}"
+NEW = f"was added later, and would not be trained; {CHANGE}"
 LEAVING = {
     "assigned": (assigned, "convolution.weight", NEW),
     "another layer": (another_layer, "convolution.weight", NEW),
     "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
-    "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "is no part of the model any"),
+    "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "has left the model"),
     "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
     "in another precision": (lambda module: module.double(), "", MOVED),
 }
@@ -443,7 +443,7 @@ def test_a_model_has_one_engine_at_a_time(world, stage):
     del first
     later = message_in_step(make_engine, stage, module)
     if stage == "stage3_param":
-        assert later.startswith("'stem.weight' has no values of its own, as if a stage-3 engine was deleted")
+        assert later.startswith("'stem.weight' has no values, as after a stage-3 engine is deleted")
     else:
         assert later is None
 
@@ -567,21 +567,21 @@ def decays_matrices_alone(params):
 
 
 LOOKS_BEYOND = {
-    "calls of its step": (CountsInItsGroup, "CountsInItsGroup steps 64 elements otherwise than their two halves"),
-    "what a call finds": (clips_what_a_call_finds, "Own steps 64 elements otherwise than their two halves"),
+    "calls of its step": (CountsInItsGroup, "CountsInItsGroup steps 64 elements differently from their two halves"),
+    "what a call finds": (clips_what_a_call_finds, "Own steps 64 elements differently from their two halves"),
     "no optimizer": (lambda parameters: None, "^optimizer makes a NoneType; give what makes a torch.optim.Optimizer$"),
     "decay for matrices": (
         decays_matrices_alone,
-        "steps matrices otherwise .* give what .* in param_groups=; use AdamW",
+        "steps matrices differently .* give what .* in param_groups=; use AdamW",
     ),
     **{
-        f"{n} dimensions": (centralizes(n), f"Own steps {what} otherwise")
+        f"{n} dimensions": (centralizes(n), f"Own steps {what} differently")
         for n, what in ((2, "matrices"), (3, "tensors of three dimensions"), (4, "tensors of four dimensions"))
     },
-    "NaN": (left_out(torch.isnan), "Own looks at all .* skip_norm= and"),
-    "not finite": (left_out(lambda norm: not norm.isfinite()), "looks at all of a gradient"),
-    "large": (left_out(lambda norm: norm > 100), "looks at all of a gradient"),
-    "others": (divides_by_their_number, "Own steps two parameters otherwise than their elements in a row"),
+    "NaN": (left_out(torch.isnan), "Own looks at a whole .* skip_norm= and"),
+    "not finite": (left_out(lambda norm: not norm.isfinite()), "looks at a whole gradient"),
+    "large": (left_out(lambda norm: norm > 100), "looks at a whole gradient"),
+    "others": (divides_by_their_number, "Own steps two parameters differently from the same elements flattened"),
 }
 
 
@@ -608,7 +608,7 @@ def test_only_the_rank_and_engine_that_made_an_optimizer_state_dict_can_load_it(
     assert said is None or f"rank 0 of {world.size}" in said
     foreign = other.optimizer.state_dict()
     for state in (foreign, {key: value for key, value in foreign.items() if key != "shard"}):
-        assert message_of(made.optimizer.load_state_dict, state).endswith("engine.load(path), which cut it anew")
+        assert message_of(made.optimizer.load_state_dict, state).endswith("engine.load(path), which reshard it")
     before = made.full_state_dict()
     made.optimizer.load_state_dict(made.optimizer.state_dict())
     step(made, inputs(world, 1))
@@ -676,7 +676,7 @@ def test_hooks_of_a_step_are_refused_in_the_factory_and_later(world, name, regis
     later = message_in_step(getattr(made.optimizer, register), lambda *_: None)
     assert door(world, name, with_a_hook(register)) == later
     assert later == (
-        "a hook of the optimizer's step would be called for every shard anew; do it in step() of the optimizer that "
+        "a hook of the optimizer's step would be called once per shard; do it in step() of the optimizer that "
         "the factory makes, which sees each shard alone"
     )
     step(made, inputs(world, 0))
@@ -700,7 +700,7 @@ def in_two_groups(world, engine):
     made = make_engine(engine, net, functools.partial(LooksAtTheFirst, lr=0.1), param_groups=groups)
     step(made, inputs(world, 0))
     said = message_in_step(made.optimizer.add_param_group, {"params": [torch.zeros(2)]})
-    assert said.startswith("engine.optimizer takes no parameters later; list them in param_groups=")
+    assert said.startswith("engine.optimizer takes no more parameters; list them in param_groups=")
     return made.full_state_dict()
 
 

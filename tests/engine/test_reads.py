@@ -173,7 +173,7 @@ def test_a_module_that_runs_without_its_unit_has_its_weights_while_it_runs(world
 
 def test_a_module_that_runs_without_its_unit_while_gradients_are_recorded_is_refused_by_name(world):
     made = small_engine(world, "stage3_param", make=Translator)
-    said = "^'embedding' runs outside the forward of 'the model', to which its parameters belong"
+    said = "^'embedding' runs outside the forward of 'the model', which unshards its parameters"
     with pytest.raises(RuntimeError, match=said):
         made.module.embedding(inputs(world, 0))
     step(made, inputs(world, 0))

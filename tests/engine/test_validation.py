@@ -66,9 +66,12 @@ CASES = {  # case: (what the engine is given on a rank, what the message begins 
     "no optimizer": (options(optimizer=None), NOT_A_FACTORY),
     "LBFGS": (
         options(optimizer=optim.LBFGS),
-        ".*it fails on a flat shard: .*closure.*, and engines step without the loss; SAM",
+        ".*it fails on a flat shard: .*closure.*, and engines step without the loss; write SAM",
     ),
-    "Adafactor": (options(optimizer=optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps 64 elements otherwise")),
+    "Adafactor": (
+        options(optimizer=optim.Adafactor),
+        NOT_ELEMENTWISE.format("Adafactor steps 64 elements differently"),
+    ),
     "Muon": (options(optimizer=optim.Muon), NOT_ELEMENTWISE.format("it fails on a flat shard: .*2D")),
     "no learning rate": (
         options(optimizer=partial(optim.AdamW, lr=float("nan"))),
@@ -181,7 +184,7 @@ def test_a_tensor_that_neither_init_nor_a_file_sets_is_named(world, tmp_path, na
     whole.comm.gather_objects(None)  # wait until the file exists
     for left, (load, file) in zip(LEFT, itertools.cycle([("load_weights", "file"), ("load", "saved")])):
         made = build_rotated(name, left)
-        said = f"init= leaves '{LEFT[left]}' without values; have it fill that, or write engine.load_w"
+        said = f"init= leaves '{LEFT[left]}' without values; fill it in init=, or write engine.load_w"
         assert says(message_of(made, x), said)
         getattr(made, load)(tmp_path / file)
         assert torch.equal(made(x), expected)
@@ -222,7 +225,7 @@ def test_a_bool_is_no_number_and_numpys_numbers_are():
 
 def test_a_parameter_on_another_device_is_refused():
     group = SimpleNamespace(device=torch.device("cuda", 1), simulated=True)
-    with pytest.raises(InputError, match="'weight' is on cpu, the group works on cuda:1; move the model there first"):
+    with pytest.raises(InputError, match="'weight' is on cpu, and the group on cuda:1; move the model there first"):
         check_model(nn.Linear(2, 2), group, None, [], torch.float32)
 
 
@@ -420,7 +423,7 @@ def test_a_sparse_gradient_is_refused_when_it_arrives(world, engine):
     made, index = make_engine(engine, module), torch.arange(4, device=world.device)
     for _ in range(2):
         said = message_in_step(lambda: made.backward(made(index).square().mean()))
-        assert said == "'weight' got a sparse gradient, which has no place in a bucket; leave sparse=True out"
+        assert said == "'weight' got a sparse gradient, and buckets are dense; leave sparse=True out"
 
 
 @pytest.mark.ranks(1, 2)

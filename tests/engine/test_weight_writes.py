@@ -159,10 +159,10 @@ def becomes_nan(world, module):
 
 
 FAILURES = {
-    becomes_nan: "'head.bias' has become NaN, as what is made of weights that are not gathered; without a module",
+    becomes_nan: "'head.bias' has become NaN, as if made of weights that are not gathered; gathered() without",
     stops: "",
     writes_alone: "'head.bias' within gathered(write=True) differs between rank",
-    reshapes: f"'head.bias' has become ({WIDTH + 1},); write what has its shape",
+    reshapes: f"'head.bias' was written with shape ({WIDTH + 1},); keep its shape",
 }
 
 
@@ -269,7 +269,7 @@ def test_weights_written_through_the_optimizer_are_refused_at_the_next_call(worl
     """On disk torch refuses writes of NaN."""
     for message in after_a_write(world, name, precision, average):
         assert message.startswith("the tensors of engine.optimizer were written, those of '")
-        assert "engine.gathered(module, write=True):`, and what each step is to do in step() of" in message
+        assert "engine.gathered(module, write=True):`, and put what each step does into step() of" in message
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -279,7 +279,7 @@ def test_module_weights_written_where_the_write_is_lost_are_refused_at_the_next_
         if name in WHOLE and precision == "fp32":
             assert message is None
         else:
-            assert message.startswith("'head.bias' was written where the engine does not keep it; write weights")
+            assert message.startswith("what was written to 'head.bias' would be lost; write weights")
 
 
 class Twin(nn.Module):

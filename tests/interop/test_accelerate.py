@@ -133,7 +133,7 @@ def stepped(accelerator):
 REFUSED = {
     "fp16": (prepared, {"mixed_precision": "fp16"}, "fp16"),
     "two precisions": (prepared, {"mixed_precision": "bf16", "engine_options": {"precision": "bf16"}}, "choose one"),
-    "a model alone": (lambda a: a.prepare(nn.Linear(2, 2)), {}, "together with its one optimizer"),
+    "a model alone": (lambda a: a.prepare(nn.Linear(2, 2)), {}, "with its one optimizer"),
     "two models": (lambda a: (prepared(a), prepared(a)), {}, "and once"),
     "prepare_model": (lambda a: a.prepare_model(nn.Linear(2, 2)), {}, "^prepare_model: .* its one optimizer"),
     "prepare_optimizer": (lambda a: a.prepare_optimizer(adamw(nn.Linear(2, 2))), {}, "^prepare_optimizer: "),

@@ -215,7 +215,7 @@ def test_an_unwritable_path_is_refused_before_anything_is_read(checkpoint, tmp_p
     assert "Not a directory" in unexported(capsys, checkpoint, tmp_path / "text" / "file")
     assert "File name too long" in unexported(capsys, checkpoint, tmp_path / ("x" * 300))
     for other in (tmp_path / "folder", ".", "/", os.devnull):
-        assert "something else than a file" in unexported(capsys, checkpoint, other)
+        assert "it exists and is not a file" in unexported(capsys, checkpoint, other)
     assert sorted(os.listdir(tmp_path)) == ["folder", "text"]
 
 
@@ -226,7 +226,7 @@ def test_a_folder_that_exists_is_refused(checkpoint, tmp_path, capsys, form):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "folder", "link"):
         said = unexported(capsys, checkpoint, tmp_path / name, f"--format={form}")
-        assert "there is something; give the name of a new folder" in said
+        assert "it exists already; give the name of a new folder" in said
     assert "the checkpoint's own folder" in unexported(capsys, checkpoint, checkpoint / "new", f"--format={form}")
     assert "there is no checkpoint" in unexported(capsys, tmp_path / "folder", tmp_path / "new", f"--format={form}")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]

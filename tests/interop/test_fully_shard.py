@@ -185,14 +185,14 @@ def test_what_would_train_otherwise_is_refused_in_one_line_by_the_engine(world):
     model.blocks[0].set_requires_gradient_sync(False)
     refused("call it on the root", lambda: model(x).sum().backward())
     model.set_requires_gradient_sync(False)
-    refused("allow the last one", lambda: trained(model, optimizer))
+    refused("let the last one sync", lambda: trained(model, optimizer))
     weight.grad = None
     refused("drop all of them", optimizer.step)
     optimizer.zero_grad()
     model.set_requires_gradient_sync(True)
     model(x).sum().backward()
     weight.grad = torch.ones(16, 8)
-    refused("or to others: drop all of them", optimizer.step)
+    refused("None or replaced: drop all of them", optimizer.step)
     optimizer.zero_grad()
     refused("'first.weight' got a gradient outside of the model's forward", (model(x).sum() + weight.sum()).backward)
     trained(model, optimizer)  # training continues

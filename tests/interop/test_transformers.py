@@ -298,7 +298,7 @@ def test_what_the_page_says_of_an_engine_alone(world, tmp_path, name):
 
 REFUSED = {
     "fsdp": ({"fsdp": "full_shard"}, "^fsdp="),
-    "torch_compile": ({"torch_compile": True}, "^torch_compile=True: it is not passed on"),
+    "torch_compile": ({"torch_compile": True}, "^torch_compile=True: the Trainer here does not compile"),
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "^auto_find_batch_size"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "^bf16_full_eval"),
     "an optimizer that looks at whole tensors": ({"optim": "adafactor"}, "does not work element by element"),

@@ -42,8 +42,8 @@ def test_a_parameter_is_a_folder_of_its_master_its_states_and_the_step(worlds, t
 @pytest.mark.parametrize(
     ("model", "optimizer", "complaint"),
     [
-        pytest.param("resnet-tiny", UNFUSED, "passes over buffers here, and 'bn.running_mean' is one", id="a buffer"),
-        pytest.param("lora-tiny", UNFUSED, "passes over frozen parameters here, and 'ln_f.bias' is one", id="frozen"),
+        pytest.param("resnet-tiny", UNFUSED, "skips buffers here, and 'bn.running_mean' is one", id="a buffer"),
+        pytest.param("lora-tiny", UNFUSED, "skips frozen parameters here, and 'ln_f.bias' is one", id="frozen"),
         pytest.param("mlp", SGD, "has ['momentum_buffer']", id="SGD"),
     ],
 )

@@ -218,7 +218,7 @@ def test_a_command_writes_a_trace_of_two_steps_and_prints_the_overlap(tmp_path):
     options = ("--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 5, "--trace", path)
     done = run("-m", "stage2_grad", *options)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "collectives beside computation" in done.stdout
+    assert "collectives overlapped with computation" in done.stdout
     trace = json.loads(path.read_text())
     names = [name for name, *_ in ranges(trace, 1, *PHASES) if name in PHASES]
     assert names == 2 * list(PHASES)  # the first step's all-gather overlaps with the second step

@@ -208,7 +208,7 @@ class Lookahead(torch.optim.SGD):
 
 def test_an_optimizer_that_copies_weights_when_it_is_built_is_refused_on_disk(world):
     said = refusal(optimizer=Lookahead)
-    assert "Lookahead looks at the weights when it is built" in said
+    assert "Lookahead reads the weights when it is built" in said
     assert "'cpu'" in said
     assert refusal(optimizer=Lookahead, tiers="cpu") is None
 
@@ -221,7 +221,7 @@ def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(w
     made = make_engine("offload.nvme")
     for _ in range(2):  # before there are states, and after
         said = message_of(made.optimizer.load_state_dict, others.state_dict())
-        assert "write engine.save(path)" in said and "engine.load(path), which cut it anew" in said
+        assert "write engine.save(path)" in said and "engine.load(path), which reshard it" in said
         train_step(made, world)
         assert "write engine.save(path)" in message_of(made.optimizer.state_dict)
 

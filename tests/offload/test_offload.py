@@ -257,7 +257,7 @@ def test_bad_options_are_refused_on_every_rank_in_one_line(world, said):
 def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(world):
     made = make_engine("offload")
     said = message_of(made.module.load_state_dict, made.module.state_dict())
-    assert "makes them from those it keeps" in said
+    assert "makes anew from those it keeps" in said
 
 
 def fails_once(world, engine):
@@ -292,7 +292,7 @@ def test_a_mapping_that_the_system_refuses_is_said_with_its_size(world):
     with mock.patch.object(memory.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
         found = message_of(make_engine, "offload")
     assert "Cannot allocate memory" in found
-    assert "bytes more of shared memory" in found
+    assert "more bytes of shared memory" in found
 
 
 def test_the_command_trains_with_its_own_options(tmp_path):
