@@ -397,8 +397,8 @@ class EngineBase(Files, NoModule):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
 
         The step has as many backwards as the last one, as many of them under `no_sync`, and forwards like its last one.
-        Not predicted: a unit prefetched in vain, when a forward takes another path than the one before, and further
-        gathers of a unit that runs several times with others between.
+        Not predicted: a unit that is prefetched but does not run, because a forward takes another path than the one
+        before, and further gathers of a unit that runs several times with others between.
         """
         return self.accounting.predicted_sent()
 
