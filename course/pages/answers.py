@@ -35,7 +35,7 @@ def numbers(count, example):
 
 def by_name(names):
     """Answers by these names. The check judges the form of each, so that one bad form spoils no other answer."""
-    told = f"a dictionary of answers to {', '.join(names)}"
+    told = f"a dictionary of answers to {', '.join(map(repr, names))}"
     return Form(told, lambda answer: isinstance(answer, dict) and answer.keys() <= set(names))
 
 
@@ -93,7 +93,7 @@ def _fit(answer, form):
     """The answer itself, if it has this form."""
     if line := unfit(answer, form):
         raise Unfit(line)
-    return answer
+    return given(answer or None) if isinstance(answer, dict) else answer
 
 
 def _fitting(formula, form):

@@ -132,7 +132,7 @@ def _first_fault(rounded):
 def leaves_a_node(formula, ranks, counted):
     """Hold `formula(numel, nodes, places)`, bytes leaving a node with all three switches, against what was counted."""
     numel = counted["numel"]
-    for nodes, places, found in ((ranks // PLACES, PLACES, PLACES * counted["out"]), (16, 8, None)):
+    for nodes, places, found in ((ranks // PLACES, PLACES, PLACES * counted["out"]), (12, 8, None)):
         others = (nodes - 1) / nodes  # of the sums and shards belong to other nodes
         weights, sums = (bits * numel * (1 + 32 / (256 * 8 * bits)) for bits in (1, 0.5))
         truth = found or places * others * weights + others * sums
@@ -188,6 +188,8 @@ HELD = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 @asks(NUMBER)
 def held(formula, ranks, counted):
     """Hold `formula(stage, n)`, bytes for each parameter, against counted {stage: bytes for each parameter}."""
+    formulas = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
     for stage, found in counted.items():
-        said = judged(f"held_in_16_bit_{stage}", formula(stage, ranks), found, within=0.01, n=ranks)
-        print(f"stage {stage} on {ranks} ranks: {said}")
+        for n, truth in ((ranks, found), (64, formulas[stage])):
+            said = judged(f"held_in_16_bit_{stage}", formula(stage, n), truth, within=0.01, n=n)
+            print(f"stage {stage} on {n} ranks: {said}")

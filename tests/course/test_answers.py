@@ -179,11 +179,16 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("increase", lambda weight: 2**-8, ("solved", "grows with the weight", "grows with the weight")),
     ("scale", lambda largest: 65504 / largest, ("a power of two",) * 2),
     ("scale", lambda largest: 2 * power_below(65504 / largest), ("overflows",) * 2),
-    ("16-bit", lambda stage, n: (12, 4 + 8 / n, 2 + 10 / n, 12 / n)[stage], ("master",) * 4),
+    ("16-bit", lambda stage, n: (12, 4 + 8 / n, 2 + 10 / n, 12 / n)[stage], ("master",) * 8),
     (
         "16-bit",
         lambda stage, n: (16, 4 + 12 / n, 4 + 12 / n, 2 + 14 / n)[stage],
-        ("solved", "solved", "stage 1", "stage 2"),
+        ("solved",) * 4 + ("stage 1",) * 2 + ("stage 2",) * 2,
+    ),
+    (
+        "16-bit",
+        lambda stage, n: (16, 4 + 4, 2 + 14 / n, 16 / 3)[stage],
+        ("solved",) * 2 + ("solved", "count it") + ("solved",) * 3 + ("count it",),
     ),
     ("landmarks", {"turing-nlg-17b": 0}, "stage 0 takes 69.5 GB of a GPU"),
     ("landmarks", {"bloom-176b": 1}, "so does a lower one"),  # what ran
@@ -218,6 +223,8 @@ def test_an_open_question_says_so_and_the_right_answer_solves_it(capsys, questio
     still_open = (lambda *_: None) if callable(right) else dict.fromkeys(right) if isinstance(right, dict) else None
     lines = verdicts(capsys, question, still_open)
     assert {line.split(": ")[-1] for line in lines} == {"not solved yet"}
+    if isinstance(right, dict):
+        assert verdicts(capsys, question, {}) == ["not solved yet"]
     lines = verdicts(capsys, question, right)
     assert "solved" in lines[-1] and not [line for line in lines if "not" in line]
 
