@@ -298,10 +298,10 @@ class WaitsForTheLast(Asynchronous):
     waited = slice(-1, None)
 
 
-class ReusesItsRoom(Asynchronous):
+class ReusesItsBuffer(Asynchronous):
     """the next gradient overwrites a send buffer that is still in flight"""
 
-    room = None
+    buffer = None
 
     def sent(self, parameter):
         if self.buffer is None:
@@ -310,7 +310,7 @@ class ReusesItsRoom(Asynchronous):
 
 
 IN_TIME = (Asynchronous, InPlace)
-EARLY = (NeverWaits, WaitsForTheFirst, WaitsForTheLast, ReusesItsRoom)
+EARLY = (NeverWaits, WaitsForTheFirst, WaitsForTheLast, ReusesItsBuffer)
 OTHERS = (
     TiedGradientDropped,
     RandomStateOfRank0,
