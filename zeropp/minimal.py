@@ -29,7 +29,8 @@ PLACES = 2  # ranks of a node
 def quantize(values, bits):
     """A message for values [..., n]: a scale for each block of them, and a code for each value, in units of the scale.
 
-    Two 4-bit codes, from -7 to 7, are the digits of a byte in base 16.
+    Two 4-bit codes, from -7 to 7, are the digits of a byte in base 16: 3 and -2 make 3 + 16 * -2 = -29. Back again, the
+    second is round(-29 / 16) = -2, and the first -29 - 16 * -2 = 3.
     """
     blocks, largest = values.float().unflatten(-1, (-1, BLOCK)), {8: 127, 4: 7}[bits]
     scales = (blocks.abs().amax(dim=-1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
