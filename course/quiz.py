@@ -9,6 +9,7 @@ wrong with it: a wrong answer teaches as much as a right one.
 """
 
 import html
+import random
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -55,12 +56,17 @@ def known():
 def questions_of(name):
     """The questions of a notebook: [{"ask", "choice": [{"say", "why", and of one of them "right"}]}].
 
+    The order of choices is drawn, with the question as the seed: the same in every process.
+
     Raises:
         InputError: there is no such quiz.
     """
     if name not in known():
         raise InputError(f"there is no quiz {name!r}; there are {', '.join(known())}")
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))["question"]
+    questions = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))["question"]
+    for question in questions:
+        random.Random(question["ask"]).shuffle(question["choice"])
+    return questions
 
 
 # ---- in a notebook ----------------------------------------------------------------------------------------------

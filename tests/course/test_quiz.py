@@ -1,6 +1,7 @@
 """A quiz explains every choice, folded in a page or asked in a terminal; an unknown quiz is refused in one line."""
 
 import re
+from math import sqrt
 
 import pytest
 from places import ROOT
@@ -13,7 +14,7 @@ def right(question):
 
 
 @pytest.mark.parametrize("name", quiz.known())
-def test_a_quiz_is_whole_and_its_right_answers_stand_at_different_places(name):
+def test_a_quiz_is_whole_and_the_choices_of_a_question_are_of_about_one_length(name):
     questions = quiz.questions_of(name)
     assert 4 <= len(questions) <= 6
     for question in questions:
@@ -21,8 +22,29 @@ def test_a_quiz_is_whole_and_its_right_answers_stand_at_different_places(name):
         assert len(question["choice"]) >= 2
         assert all(choice["say"] and choice["why"] for choice in question["choice"])
         assert [choice.get("right", False) for choice in question["choice"]].count(True) == 1
-    assert len({right(question) for question in questions}) > 1
+        lengths = [len(choice["say"]) for choice in question["choice"]]
+        assert max(lengths) <= 1.35 * min(lengths), question["ask"]
     assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+
+
+CUES = {
+    "longest": lambda place, said: len(said),
+    "shortest": lambda place, said: -len(said),
+    "first": lambda place, said: -place,
+    "second": lambda place, said: place == 1,
+    "last": lambda place, said: place,
+}
+
+
+@pytest.mark.parametrize("cue", CUES)
+def test_neither_length_nor_place_tells_the_right_choice_more_often_than_chance(cue):
+    hits, odds = [], []
+    for question in (question for name in quiz.known() for question in quiz.questions_of(name)):
+        scores = [CUES[cue](place, choice["say"]) for place, choice in enumerate(question["choice"])]
+        best = scores.count(max(scores))  # equals share the hit
+        hits.append((scores[right(question)] == max(scores)) / best)
+        odds.append(1 / len(scores))
+    assert abs(sum(hits) - sum(odds)) <= 2 * sqrt(sum(p * (1 - p) for p in odds))
 
 
 def test_a_page_has_a_folded_choice_for_each_answer_and_no_script():
