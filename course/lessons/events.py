@@ -133,7 +133,6 @@ class Recorder:
             self._steps(bucket.name, [subject])
         self._within.append(name)
         self._about.append(bucket and bucket.name)
-        self.did[name]  # of what does nothing, too
 
     def _method_ends(self, name, called, result):
         if isinstance(result, Handle):

@@ -1,7 +1,7 @@
-"""A note for each method that differs between two engines: why, what it saves, what it sends and what it moves.
+"""A note for each method that differs between two engines: why, and the bytes it takes, frees, sends and moves.
 
-The reason comes from the code and the engine's page. What the method saves, sends and moves comes from the engines'
-tables for this model, and was counted in the recorded step.
+The reason comes from the code and the engine's page. The bytes come from the engines' tables for this model, and were
+counted in the recorded step. A line is left out if the method has no bytes for it in either engine.
 """
 
 import re
@@ -13,7 +13,6 @@ from course.lessons.sources import TABLES
 
 MOVED = ("bus_bytes_per_step", "disk_bytes_per_step")
 NOTHING = "nothing"
-OUTSIDE = "nothing: the recorded step does not call it"
 WAYS = {"to_host": "down the bus", "to_device": "up the bus", "read": "read from disk", "write": "written to disk"}
 WHERE = {"host": "on the host", "disk": "on disk"}
 PREFIX = re.compile(r"^(Phase \d+\.|The [\w ]+ table:|See `[\w.]+`[.;]) *")  # what a docstring says of its place
@@ -28,18 +27,17 @@ def note(pair, before, after, reasons):
         reasons: {method: why}, of the second.
 
     Returns:
-        {"Why": a line, "Saves": a line, "Sends": a line} and, if anything moves, {"Moves": a line}.
+        {"Why": a line} and, of "Memory", "Sends" and "Moves", a line for each that has bytes.
     """
     docstring = pair.section.docstring
     why = reasons.get(pair.name) or PREFIX.sub("", docstring) or docstring
     if pair.name in (*TABLES, "partition"):  # read or run before training
-        lines = dict.fromkeys(("Saves", "Sends", "Moves"), NOTHING) | _foreseen(pair.name, before, after)
+        lines = _foreseen(pair.name, before, after)
     else:
-        how = {"Saves": _taken, "Sends": partial(_counted, False), "Moves": partial(_counted, True)}
+        how = {"Memory": _taken, "Sends": partial(_counted, False), "Moves": partial(_counted, True)}
         lines = {what: _beside(pair, said, before, after) for what, said in how.items()}
-    if len(after["areas"]) == 1 or lines["Moves"] in (NOTHING, OUTSIDE):
-        del lines["Moves"]
-    return {"Why": why[:1].upper() + why[1:], **lines}
+    told = {what: line for what, line in lines.items() if line != NOTHING}
+    return {"Why": why[:1].upper() + why[1:], **told}
 
 
 def _foreseen(name, before, after):
@@ -50,30 +48,29 @@ def _foreseen(name, before, after):
             listed([f"{show_bytes(size)} in {collectives(kind)}" for kind, size in one["wire_bytes_per_step"].items()])
             for one in (now, then)
         )
-        return {"Sends": f"nothing itself; it predicts that a step sends {sent}; before: {before}"}
+        return {"Sends": f"predicted for a step: {sent}; before: {before}"}
     if name == "moves":
         parts = [f"{show_bytes(size)} {WAYS[way]}" for kind in MOVED for way, size in now.get(kind, {}).items()]
-        return {"Moves": f"nothing itself; it predicts {listed(parts)}"}
-    saved, puts = [], []
+        return {"Moves": f"predicted for a step: {listed(parts)}"}
+    held, puts = [], []
     for state, said in STATES.items():
         if (name, state) == ("partition", "optimizer"):
             continue  # it allocates parameters and gradients; the optimizer makes its own states
         less = then["model_state_bytes"][state] - now["model_state_bytes"][state]
         if less:
             sizes = [show_bytes(one["model_state_bytes"][state]) for one in (then, now)]
-            takes = "" if less > 0 else "nothing; takes "
-            saved.append(f"{takes}{show_bytes(abs(less))} of {said}: {sizes[0]} before, {sizes[1]} now")
+            change = "less" if less > 0 else "more"
+            held.append(f"{show_bytes(abs(less))} {change} of {said}: {sizes[0]} before, {sizes[1]} now")
         for area in after["areas"][1:]:
             if size := now[f"{area}_state_bytes"][state]:
                 puts.append(f"{show_bytes(size)} of {said} {WHERE[area]}")
-    moves = f"nothing itself; it puts {listed(puts)}" if puts else NOTHING
-    return {"Saves": "; ".join(saved) or NOTHING, "Moves": moves}
+    return {"Memory": "; ".join(held) or NOTHING, "Moves": f"puts {listed(puts)}" if puts else NOTHING}
 
 
 def _beside(pair, said, before, after):
     """The line about the method in the second engine and, if it differs, in the first."""
     now, then = (
-        section and (said(pair.name, one["did"][pair.name]) if pair.name in one["did"] else OUTSIDE)
+        section and said(pair.name, one["did"].get(pair.name, {}))
         for section, one in ((pair.after, after), (pair.before, before))
     )
     if now is None:
@@ -87,8 +84,8 @@ def _taken(name, did):
     for (kind, by), sizes in did.items():
         if kind in found and sum(sizes):
             found[kind].append(show_bytes(sum(sizes)) + ("" if by == name else f" through `{by}`"))
-    gives, takes = (" and ".join(parts) for parts in found.values())
-    return (f"gives back {gives}" if gives else NOTHING) + (f"; takes {takes}" if takes else "")
+    words = {"gives": "gives back", "takes": "takes"}
+    return "; ".join(f"{words[kind]} {' and '.join(parts)}" for kind, parts in found.items() if parts) or NOTHING
 
 
 def _counted(moved, name, did):

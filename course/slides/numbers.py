@@ -1,4 +1,4 @@
-"""The numbers of deck.html and parts.html: records under results/, the planner, timelines of a step."""
+"""The numbers of deck.html and parts.html: records under results/, timelines of a step."""
 
 import json
 import statistics
@@ -10,7 +10,6 @@ from common.measure.tables import show_bytes
 from course.lessons import chart
 from course.lessons.sentences import STATES
 from course.slides.code import ROOT, listing
-from lab.plan.formulas import Rank, Shape, Way
 from lab.readme import IDEAS
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
@@ -26,7 +25,7 @@ def filled(folder, recorded):
     deck = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, extensions=["jinja2.ext.do"])
     deck.filters |= {"bytes": show_bytes, "total": total, "mean": statistics.mean, "median": statistics.median}
     deck.globals |= {"STAGES": STAGES, "NAMES": NAMES, "STATES": STATES, "IDEAS": IDEAS}
-    deck.globals |= {"record": record, "by": by, "states": states, "listing": listing}
+    deck.globals |= {"record": record, "by": by, "listing": listing}
     made = timelines([recorded[name]["samples"] for name in STAGES])
     return deck.get_template("deck.html").render(timelines=made, recorded=recorded[STAGES[0]])
 
@@ -45,13 +44,6 @@ def by(rows, key):
 def total(parts):
     """The sum of a dict's values."""
     return sum(parts.values())
-
-
-def states(psi, ranks, engine="stage0_ddp"):
-    """Bytes of model states by class on one of some ranks, in 16-bit, by formula."""
-    shape = Shape("any", psi, layers=1, rest=0)
-    rank = Rank(shape, None, ranks, 8, tensor=1, pipeline=1, width=2, batch=1, sequence=None, checkpoints=False)
-    return {kind: int(size) for kind, size in rank.states(Way(NAMES[engine], engine))[0].items()}
 
 
 def timelines(samples):
