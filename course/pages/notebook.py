@@ -25,7 +25,9 @@ SHOWN = 200  # lines beneath a cell; of more the last
 PAGE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"), autoescape=True)
 
 # In a tree made for students: a stage whose exercise is not solved, or a page that is to be written.
-UNSOLVED = re.compile(r'/(stage\d)_\w+/engine\.py", .*\n.*\n\w*Error: (part .* open)|Error: (\w+/minimal\.py: .* open)')
+UNSOLVED = re.compile(
+    r'/(stage\d)_\w+/engine\.py", .*\n.*\n\w*Error: (part .* open)|Error: (stage(\d)\w+/minimal\.py): (.* open)'
+)
 
 
 class Ranks:

@@ -104,7 +104,12 @@ def copy_files(names, tree):
 
 
 def write_exercises(tree):
-    """Write exercises that give away nothing of each other, links to them as engines, and minimal pages to fill."""
+    """Write exercises that give away nothing of each other, links to them as engines, and minimal pages to fill.
+
+    What says how the later ones are cut goes, as it has lines of the earlier ones.
+    """
+    cut = tree / "course" / "exercises.toml"
+    cut.write_text("\n[[exercise]]\n".join(cut.read_text().split("\n[[exercise]]\n")[: 1 + len(EXERCISES)]))
     for number, exercise in enumerate(apart(EXERCISES), 1):
         file, package = tree / exercise.path.relative_to(ROOT), tree / exercise.package
         file.parent.mkdir(exist_ok=True)
