@@ -301,6 +301,8 @@ def _enter(world, one, case):
             _here["before"] = high_water(world.device)
             _here["engine"] = make(module, adamw, **options)
     except NotImplementedError as error:
+        if one in ENGINES:  # an exercise that is still open
+            raise
         return str(error)
     _here.update(module=module, batches=case.batches(), comm=Collectives())
     return None

@@ -4,22 +4,30 @@ A cell defines `hello(world)`, another one runs it on every rank: `Ranks(2).run(
 beneath the cell stand their lines, each rank's in its colour.
 """
 
+import re
 import tempfile
+import traceback
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import cloudpickle
 import matplotlib.pyplot as plt
+from IPython import get_ipython
 from IPython.display import HTML, display
 from jinja2 import Template
 
-from common.ranks.world import LocalWorld
+from common.ranks.world import LocalWorld, RankFailed
 from course.pages import ranks as far_side
 from course.pages.ranks import PROGRESS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7d00", "#777777")
 SHOWN = 200  # lines beneath a cell; of more the last
 PAGE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"), autoescape=True)
+
+# In a tree made for students: a stage whose exercise is not solved, or a page that is to be written.
+UNSOLVED = re.compile(
+    r'/(stage\d)_\w+/engine\.py", .*\n.*\n\w*Error: (part .* open)|Error: (stage(\d)\w+/minimal\.py): (.* open)'
+)
 
 
 class Ranks:
@@ -61,6 +69,21 @@ class Ranks:
         """End the ranks."""
         if self._world is not None:
             self._world.close()
+
+
+def name_exercise(shell, kind, error, trace, tb_offset=None):
+    """Show an error; of what is still to be written only its name, in one line."""
+    unsolved = UNSOLVED.search("".join(traceback.format_exception(error)))
+    if unsolved is None:
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
+        return
+    stage, part, page, number, name = unsolved.groups()
+    first = f"notebooks/exercises/{stage}.py is solved" if stage else f"{page} has what notebook 0{number} builds"
+    print(f"This page goes on from here once {first}: {part or name}.")
+
+
+if shell := get_ipython():
+    shell.set_custom_exc((NotImplementedError, RankFailed), name_exercise)
 
 
 def show(alt):

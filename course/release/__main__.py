@@ -2,10 +2,11 @@
 
     python -m course.release --out results/local/student
 
-The tree is what git tracks, less what shows a solution. A link to its exercise replaces each stage's engine: once that
-is solved, the stage's commands and the notebooks run as they do here, and there is one file to write in and to hand in.
-A later exercise shows no answers of an earlier one: those methods are missing there as well. The pages in
-minimal.py are missing too, as notebooks ask for them; so are sources that a notebook printed.
+The tree is what git tracks, less what shows a solution and what needs that; of a link to such a file the words stay. A
+link to its exercise replaces each stage's engine: once that is solved, the stage's commands and the notebooks run as
+they do here, and there is one file to write in and to hand in. A later exercise shows no answers of an earlier one:
+those methods are missing there as well. The pages in minimal.py are missing too, as notebooks ask for them; so are
+sources that a notebook printed.
 
 The grader in the tree holds submissions to recorded promises, see `course.grader.promises`. The autograder is all that
 git tracks, with the two scripts that Gradescope calls: it has the engines, as the later exercises need them.
@@ -15,10 +16,12 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -34,12 +37,15 @@ HERE = Path(__file__).parent.relative_to(ROOT)
 # Engines that hold methods of the exercises, what shows them, and what needs those.
 LEFT_OUT = (
     *("offload/", "zeropp/", "lab/offload/", "lab/zeropp/", "tests/", "course/lessons/"),
+    *("course/slides/", "course/explorer/", "course/site.", "course/pages/faults."),
+    *(f"notebooks/{room}{page}_" for room in ("", "quizzes/") for page in ("07", "08", "09", "10", "12", "13")),
     *(".ci/", ".github/", "Makefile", "CONTRIBUTING.md", "CITATION.cff", "README.md"),
     *("notebooks/exercises/", f"{HERE}/"),
     *(f"{exercise.package}/{file}" for exercise in EXERCISES for file in ("engine.py", "minimal.py")),
 )
 PAGE = '"""To be written in a notebook: what notebooks/0{number}_*.ipynb builds, under these names."""\n'
-OPEN = '\n\ndef {name}(*arguments):\n    raise NotImplementedError("{package}/minimal.py: {name} is still open")\n'
+OPEN = 'def {name}(*arguments):\n    raise NotImplementedError("{shown} is still open")\n'
+LINK = re.compile(r"\[([^]]*)\]\(([\w./-]+)(?:#[^)]*)?\)")  # its words, and the file
 
 
 def main(argv=None):
@@ -68,6 +74,7 @@ def release(out):
     shutil.rmtree(tree, ignore_errors=True)
     copy_files(names, tree)
     write_exercises(tree)
+    drop_dead_links(tree)
     with tempfile.NamedTemporaryFile() as log, contextlib.closing(Worlds(log.name)) as worlds:
         record(worlds.run, tree / PROMISES.relative_to(ROOT))  # what the grader in the tree holds submissions to
     with tarfile.open(archive, "w:gz") as file:
@@ -93,22 +100,16 @@ def copy_files(names, tree):
         if not name.startswith(LEFT_OUT):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    for notebook in tree.glob("notebooks/*.ipynb"):
-        notebook.write_text(without_sources(notebook.read_text()))
     shutil.copy(ROOT / HERE / "students.md", tree / "README.md")
 
 
-def without_sources(text):
-    """A notebook's text without the sources that its cells printed, which may be solutions."""
-    notebook = json.loads(text)
-    for cell in notebook["cells"]:
-        if "inspect.getsource" in "".join(cell["source"]):
-            cell["outputs"] = []
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-
-
 def write_exercises(tree):
-    """Write exercises that give away nothing of each other, links to them as engines, and minimal pages to fill."""
+    """Write exercises that give away nothing of each other, links to them as engines, and minimal pages to fill.
+
+    What says how the later ones are cut goes, as it has lines of the earlier ones.
+    """
+    cut = tree / "course" / "exercises.toml"
+    cut.write_text("\n[[exercise]]\n".join(cut.read_text().split("\n[[exercise]]\n")[: 1 + len(EXERCISES)]))
     for number, exercise in enumerate(apart(EXERCISES), 1):
         file, package = tree / exercise.path.relative_to(ROOT), tree / exercise.package
         file.parent.mkdir(exist_ok=True)
@@ -117,13 +118,38 @@ def write_exercises(tree):
         (package / "minimal.py").write_text(page_to_write(exercise.package, number))
 
 
+def drop_dead_links(tree):
+    """In pages and notebooks; and of these, drop the sources that their cells printed, which may be solutions."""
+    for page in tree.rglob("*.md"):
+        page.write_text(linked(page.read_text(), page.parent))
+    for page in tree.glob("notebooks/*.ipynb"):
+        notebook = json.loads(page.read_text())
+        for cell in notebook["cells"]:
+            text = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                cell["source"] = linked(text, page.parent).splitlines(keepends=True)
+            elif "inspect.getsource" in text:
+                cell["outputs"] = []
+        page.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
+def linked(text, folder):
+    """A page's text, with the words alone of each link to a file that is not there, seen from its folder."""
+    return LINK.sub(lambda link: link[0] if (folder / link[2]).exists() else link[1], text)
+
+
 def page_to_write(package, number):
-    """A minimal page with only the names that notebooks import."""
-    page = ast.parse((ROOT / package / "minimal.py").read_text())
-    names = [
-        node.name for node in page.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name != "train"
-    ]
-    return PAGE.format(number=number) + "".join(OPEN.format(name=name, package=package) for name in names)
+    """A minimal page with only the names that notebooks import, and those of their methods."""
+    page, open_ones = ast.parse((ROOT / package / "minimal.py").read_text()), []
+    for node in page.body:
+        shown = f"{package}/minimal.py: {getattr(node, 'name', '')}"
+        if isinstance(node, ast.ClassDef):
+            methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+            stubs = "\n".join(textwrap.indent(OPEN.format(name=name, shown=shown), "    ") for name in methods)
+            open_ones.append(f"class {node.name}:\n{stubs}")
+        elif isinstance(node, ast.FunctionDef) and node.name != "train":
+            open_ones.append(OPEN.format(name=node.name, shown=shown))
+    return "\n\n".join([PAGE.format(number=number), *open_ones])
 
 
 def write_bundle(names, bundle):

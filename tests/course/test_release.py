@@ -1,7 +1,9 @@
 """The students' release shows no solution, grades like the repository, and answers in Gradescope's layout."""
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from common.errors import InputError
 from course.exercises import ALL, EXERCISES, LATER, apart
 from course.grader.cases import CASES
 from course.grader.grading import grade
-from course.parts import ROOT, Part, bare, methods_of, place, shows, solutions
+from course.parts import ROOT, Part, bare, place, shows, solutions
 from course.release import __main__ as command
 from course.release import gradescope
 
@@ -70,14 +72,62 @@ def test_no_solution_stands_in_the_tree(released):
             assert solution in bare(exercise.solution.splitlines())  # where it would be found
 
 
-def test_no_method_of_the_tree_shows_all_but_a_line_of_a_part(released):
+def test_no_function_of_the_tree_shows_all_but_a_line_of_a_part(released):
+    for path in (*released.tree.glob("course/**/*.py"), *released.tree.glob("notebooks/exercises/*.py")):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                body = bare(lines[slice(*place(node, Part(node.name, ""), lines))])
+                for other in EXERCISES:
+                    shown = [part for part, solution in solutions(other).items() if shows(body, solution)]
+                    assert not shown, (path, node.name, other.key)
+
+
+def test_no_line_of_a_part_marks_where_it_begins(released):
+    marks = set(re.findall(r'"(.*?)"', (released.tree / "course/exercises.toml").read_text()))
+    given = "\n".join(map(seen, released.tree.glob("notebooks/exercises/*.py")))
     for exercise in EXERCISES:
-        methods, lines = methods_of((released.tree / exercise.path.relative_to(ROOT)).read_text())
-        for name, method in methods.items():
-            body = bare(lines[slice(*place(method, Part(name, ""), lines))])
-            for other in EXERCISES:
-                shown = [part for part, solution in solutions(other).items() if shows(body, solution)]
-                assert not shown, (exercise.key, name, other.key)
+        for method, solution in solutions(exercise).items():
+            assert not {line for line in solution.splitlines() if line in marks and line not in given}, method
+
+
+def test_no_link_of_the_tree_is_dead(released):
+    for page in (page for kind in ("md", "ipynb") for page in released.tree.rglob(f"*.{kind}")):
+        links = [link for link in re.findall(r"\]\(([^)#]+)", seen(page)) if "://" not in link]
+        assert not [link for link in links if not (page.parent / link).exists()], page
+
+
+def test_what_the_tree_imports_is_in_it(released):
+    """As text: where these tests run, Python would find the repository's packages too."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {
+        path.stem for path in ROOT.glob("tests/*/*.py")
+    }
+    for path in (path for kind in ("py", "ipynb") for path in released.tree.rglob(f"*.{kind}")):
+        for name in re.findall(r"^\s*(?:from|import) ([\w.]+)", seen(path), re.MULTILINE):
+            place = released.tree / name.replace(".", "/")
+            there = place.is_dir() or place.with_suffix(".py").exists()
+            assert there or name.partition(".")[0] not in packages, (path, name)
+
+
+WAITS = {  # for what a notebook waits while nothing is solved
+    **{
+        "04_communication": "exercises/stage1.py is solved: part 1, owned",
+        "02_gradients": "has what notebook 01 builds",
+    },
+    **dict.fromkeys(("00_start_here", "05_throughput"), "exercises/stage1.py is solved"),
+    **{"01_optimizer_states": "has what notebook 01 builds", "03_parameters": "has what notebook 03 builds"},
+    **{"06_memory": "exercises/stage3.py is solved", "11_precision": "exercises/stage2.py is solved"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name[:2] != "04" else []) for name in WAITS]
+)
+def test_a_notebook_ends_in_a_line_that_names_the_exercise(released, name):
+    assert {page.stem for page in released.tree.glob("notebooks/*.ipynb")} == set(WAITS)
+    ran = run_in(released.tree, "-m", "course.execute", f"notebooks/{name}.ipynb")
+    assert "This page goes on from here once " in ran.stderr and WAITS[name] in ran.stderr, ran.stderr
+    assert (ran.returncode, "Traceback" in ran.stderr) == (1, False), ran.stderr
 
 
 def seen(path):
@@ -181,3 +231,17 @@ def test_the_page_for_lecturers_names_the_points():
     for exercise in ALL:
         points = sum(case.points for case in CASES.values() if exercise.key in case.stages)
         assert f"| `{exercise.path.name}` | {points} |" in page
+
+
+def test_the_plan_of_two_weeks_adds_up_to_the_paths_minutes():
+    path = (ROOT / "notebooks/README.md").read_text().partition("## The path")[2].partition("\n## ")[0]
+    rows = {
+        name: int(minutes) for name, minutes in re.findall(r"^\| \[`?([^]`]+)`?\].* \| (\d+) \|", path, re.MULTILINE)
+    }
+    page = (ROOT / "notebooks/exercises/LECTURERS.md").read_text()
+    assert f"takes {sum(rows.values()):,} minutes, about {sum(rows.values()) / 60:.0f} hours" in page
+    planned = re.findall(r"^\| [12].*? \| (.+) \| ([\d or]+) \|$", page, re.MULTILINE)
+    assert len(planned) > 4
+    for what, minutes in planned:
+        ways = [sum(rows[name] for name in re.findall(r"`([^`]+)`", way)) for way in what.split(" or ")]
+        assert set(ways) == set(map(int, minutes.split(" or "))), what
