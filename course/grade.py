@@ -140,15 +140,15 @@ def show(report, hint, briefly=False):
 
 
 def show_promises(report, console):
-    """Print which promises hold, and their points."""
+    """Print which promises hold, and the points of each part."""
     signs = {True: "[green]holds [/]", False: "[bold red]fails [/]", None: "[dim]      [/]"}
     for promise in report["promises"]:
         dim = "dim" if promise["holds"] is None else "default"
-        console.print(f"{signs[promise['holds']]} {promise['points']}/{promise['of']} [{dim}]{promise['promise']}[/]")
-    if report["part"] is None:
-        console.print(f"{report['points']} of {report['of']} points")
-    else:
-        console.print(f"This is about `{report['part']}` alone: the other parts are the engine's.")
+        console.print(f"{signs[promise['holds']]} [{dim}]{promise['promise']}[/]")
+    for part in report["parts"]:
+        console.print(f"{part['points']:>3} of {part['of']} points: {part['part']}, with the engine's other parts")
+    if report["part"] is None and report["parts"]:
+        console.print(f"{report['points']:>3} of {report['of']} points in all")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ class Submission:
         idea: the subject of the answer, a key of hints.toml; "" for a submission that passes.
         name: what it does.
         parts: {method: its lines}; or {"file": the whole text}, {"below": text below the engine's}.
+        hears: a pattern of what the answer says.
+        points: what it gets; None if that is not asked.
         typical: it runs by default; the others only in `make test-all`.
     """
 
@@ -28,6 +30,8 @@ class Submission:
     idea: str
     name: str
     parts: dict = field(default_factory=dict)
+    hears: str = ""
+    points: int | None = None
     typical: bool = True
 
     def __str__(self):
@@ -77,12 +81,13 @@ def read():
     for stem, ideas in exercises.items():
         for idea, named in ideas.items():
             for name, parts in named.items():
-                typical = parts.pop("typical", EXERCISE[stem] in EXERCISES)
-                yield Submission(stem, "" if idea == "right" else idea, name, parts, typical)
+                told = {key: parts.pop(key) for key in ("hears", "points", "typical") if key in parts}
+                told.setdefault("typical", EXERCISE[stem] in EXERCISES)
+                yield Submission(stem, "" if idea == "right" else idea, name, parts, **told)
 
 
 AS_GIVEN = {"file": waiting(EXERCISE["overlap"])}
-SUBMISSIONS = (*read(), Submission("overlap", "waited for at once", "as it is given", AS_GIVEN))
+SUBMISSIONS = (*read(), Submission("overlap", "waited for at once", "as it is given", AS_GIVEN, points=0))
 
 
 def within(worlds):
