@@ -57,7 +57,15 @@ def graded(file, stage, part=None):
                 found = first(results.items())
                 alone_found = attempt.parts(*found) if part is None else {part: found}
     holds = {name: results[name] is None if name in results else None for name in cases}
-    parts = [_judged(stage, one, *alone_found[one]) for one in asked if not PROMISES.exists()]
+    parts = [
+        {
+            "part": one.method,
+            "points": one.points if alone_found[one][1] is None else 0,
+            "of": one.points,
+            "finding": _told(stage, *alone_found[one]),
+        }
+        for one in (() if PROMISES.exists() else asked)
+    ]
     return {
         "file": str(file),
         "stage": stage,
@@ -100,9 +108,9 @@ class Attempt:
 
         Any quantizer within half a step is right: trainings are held to the engine with the submission's own one.
         """
-        key, own = self._exercise.key, [part for part in parts if part in self.own]
+        key = self._exercise.key
         where = str(self._file) if parts == self._exercise.parts else self._written(parts)
-        quantizer = [part for part in own if part.method.startswith("Blocks.")]
+        quantizer = [part for part in parts if part in self.own and part.method.startswith("Blocks.")]
         reference = Reference(self._run, key, self._written(quantizer)) if quantizer else self._reference
         named = [] if PROMISES.exists() else methods_of(self._exercise.solution)[0]
         given = {name.rpartition(".")[2] for name in named} - {part.method.rpartition(".")[2] for part in parts}
@@ -111,12 +119,13 @@ class Attempt:
     def parts(self, name, finding):
         """The first failure of each part alone, {part: (case, finding)}, from the first of all of them together."""
         found = dict.fromkeys(self._exercise.parts, (None, None))
-        for number, part in enumerate(self._exercise.parts, 1):
-            if finding and OPEN.format(number=number, method=part.method) in self._text:
-                still = Finding(f"open {part.method}", f"Still open: part {number}, {part.method}.")
-                found[part] = cases_of(self._exercise.key)[0], still
-            elif finding and part in self.own:
-                found[part] = (name, finding) if self.own == [part] else first(self.grade(part))
+        for number, part in enumerate(self._exercise.parts, 1) if finding else ():
+            if OPEN.format(number=number, method=part.method) in self._text:
+                found[part] = name, Finding(f"open {part.method}", f"Still open: part {number}, {part.method}.")
+            elif self.own == [part] or finding.idea == "import":
+                found[part] = name, finding
+            elif part in self.own:
+                found[part] = first(self.grade(part))
         return found
 
     def _written(self, parts):
@@ -124,12 +133,6 @@ class Attempt:
         file = self._folder / f"{'-'.join(part.method for part in parts)}.py"
         file.write_text(alone(self._exercise, self._text, *parts), encoding="utf-8")
         return str(file)
-
-
-def _judged(stage, part, name, finding):
-    """A part in the report."""
-    points = 0 if finding else part.points
-    return {"part": part.method, "points": points, "of": part.points, "finding": _told(stage, name, finding)}
 
 
 def _told(stage, name, finding):

@@ -205,16 +205,6 @@ SUBMISSION_FOR_TWO = [
 ]
 
 
-def test_a_crash_of_one_rank_names_rank_and_line(worlds, references, tmp_path):
-    lines = ["bucket.finalize()", "mean = [bucket.gradient_shard][self.rank]"]
-    lines += ["bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, mean, bucket.name)"]
-    file = submitted(tmp_path, STAGE1, reduce=lines)
-    _, finding = first(grade(within(worlds), str(file), STAGES[1], references[STAGES[1]]))
-    line = 1 + file.read_text().splitlines().index("        mean = [bucket.gradient_shard][self.rank]")
-    assert f"On rank 1, line {line} in reduce: IndexError: list index out of range" in finding.where
-    assert finding.idea == "crash"
-
-
 def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
     began = time.monotonic()
     file = submitted(tmp_path, STAGE1, synchronize=["if self.rank:", "    self.comm.gather_objects(0)"])
@@ -256,24 +246,6 @@ def test_the_table_has_thirty_mistakes_and_every_exercise_is_in_it():
     assert all(hints_of(submission.idea, submission.exercise.key) for submission in wrong)
     for exercise in LATER:
         assert sum(submission.exercise is exercise for submission in wrong) >= 8
-
-
-@pytest.mark.parametrize("exercise", LATER, ids=name_of)
-def test_a_later_exercises_own_engine_passes(worlds, references, tmp_path, exercise):
-    file = tmp_path / exercise.path.name
-    file.write_text(exercise.solution)
-    assert first(grade(within(worlds), str(file), exercise.key, references[exercise.key])) == (None, None)
-
-
-def test_a_bucket_without_any_gradient_needs_a_buffer_too(worlds, references, tmp_path):
-    lines = [
-        "bucket.finalize()",
-        "bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)",
-    ]
-    lines += ["bucket.local_gradients = None", "self.in_flight.append(bucket.handle)"]
-    file = str(submitted(tmp_path, STAGE2, reduce=lines))
-    name, finding = first(grade(within(worlds), file, STAGES[2], references[STAGES[2]]))
-    assert (name, finding.idea) == ("unused", "nothing there")
 
 
 # ---- under load ---------------------------------------------------------------------------------------------------
