@@ -145,10 +145,10 @@ def show_promises(report, console):
     for promise in report["promises"]:
         dim = "dim" if promise["holds"] is None else "default"
         console.print(f"{signs[promise['holds']]} [{dim}]{promise['promise']}[/]")
+    if report["parts"]:
+        console.print(f"\n{report['points']} of {report['of']} points. Each part, with the engine's other parts:")
     for part in report["parts"]:
-        console.print(f"{part['points']:>3} of {part['of']} points: {part['part']}, with the engine's other parts")
-    if report["part"] is None and report["parts"]:
-        console.print(f"{report['points']:>3} of {report['of']} points in all")
+        console.print(f"{part['points']:>4} of {part['of']}   {part['part']}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 import stage_mutants
 from commands import refused
 from planting import Edit, healthy, planted
-from submissions import SUBMISSIONS, changed, within
+from submissions import SUBMISSIONS, filled, within
 from training import STAGES
 
 from common.engines import find_engine
@@ -24,7 +24,7 @@ from course.grader.cases import CASES
 from course.grader.graded import HINTS, Attempt, first, graded, hints_of
 from course.grader.grading import Reference, grade
 from course.grader.observing import observe
-from course.parts import alone, methods_of, solutions, waiting, written
+from course.parts import methods_of, solutions, waiting, written
 
 pytestmark = pytest.mark.alone
 
@@ -186,7 +186,7 @@ def test_hints_are_shown_as_they_are_written(capsys):
 def submitted(folder, exercise, **parts):
     """An engine with some methods' lines replaced: {method: its lines}."""
     file = folder / exercise.path.name
-    file.write_text(changed(exercise, {method: "\n".join(lines) for method, lines in parts.items()}))
+    file.write_text(filled(exercise, {method: "\n".join(lines) for method, lines in parts.items()}))
     return file
 
 
@@ -301,7 +301,7 @@ def test_a_fault_not_the_submissions_is_one_line_with_its_own_status(capsys, mon
 def test_an_endless_loop_is_an_answer(tmp_path, capsys):
     text, status = said(capsys, submitted(tmp_path, STAGE1, synchronize=["while True:", "    pass"]))
     assert re.search(r"Ranks \[0, 1\] gave no answer in \d\d? s\. .* a loop never ends", text)
-    assert "15 of 18 points in all" in text
+    assert "15 of 18 points." in text
     assert status == 1
 
 
@@ -330,6 +330,8 @@ def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
     finding = json.loads(report.read_text())["finding"]
     assert (finding["idea"], status) == ("open owned", 1)
     assert finding["hints"] == HINTS["open"]["owned"]
+    alone, status = said(capsys, STAGE2.path, "--part", "owned")
+    assert ("0 of 4 points." in alone and "Still open: part 1, owned. Hint 1 of 3." in alone, status) == (True, 1)
 
 
 def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, capsys, monkeypatch):
@@ -353,19 +355,18 @@ def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, 
     [(STAGE1, 4), pytest.param(ZEROPP, 2, marks=pytest.mark.exhaustive)],
     ids=["stage1", "zeropp"],
 )
-def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path, capsys):
+def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path):
     """The other parts are the engine's, and line numbers stay."""
-    part, text, key = exercise.parts[number - 1], exercise.path.read_text(), exercise.key
+    part, text = exercise.parts[number - 1], exercise.path.read_text()
     gap = f'raise NotImplementedError("part {number}, {part.method}, is still open")'
     file = tmp_path / exercise.path.name
-    file.write_text(text)
-    answer, status = said(capsys, file, "--part", str(number))
-    assert (f"Still open: part {number}, {part.method}. Hint 1 of 3." in answer, status) == (True, 1)
 
     def answer_to(lines):
-        file.write_text(alone(exercise, text.replace(gap, lines), part))
-        return first(grade(within(worlds), str(file), key, references[key]))[1]
+        file.write_text(text.replace(gap, lines))
+        attempt = Attempt(within(worlds), exercise, file, references[exercise.key], tmp_path)
+        return first(attempt.grade(part))[1]
 
+    assert answer_to(gap).where == f"Still open: part {number}, {part.method}."
     assert answer_to(solutions(exercise)[part.method].replace("\n", "\n        ")) is None
     line = 1 + text[: text.index(gap)].count("\n")
     assert f"line {line} in {part.method.rpartition('.')[2]}: AttributeError" in answer_to("self.nowhere").where
@@ -375,11 +376,11 @@ def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path, 
 @pytest.mark.parametrize("exercise", ALL, ids=name_of)
 def test_parts_from_the_engine_fill_an_exercise(worlds, references, tmp_path, exercise):
     """All parts but one are the engine's, and that one is right, so the whole is right."""
+    file = tmp_path / exercise.path.name
+    file.write_text(exercise.solution)
+    attempt = Attempt(within(worlds), exercise, file, references[exercise.key], tmp_path)
     for part in exercise.parts:
-        file = tmp_path / exercise.path.name
-        file.write_text(alone(exercise, exercise.solution, part))
-        found = dict(grade(within(worlds), str(file), exercise.key, references[exercise.key]))
-        assert not any(found.values()), (part.method, found)
+        assert first(attempt.grade(part)) == (None, None), part.method
 
 
 def test_a_students_tree_fills_no_parts_from_the_engine_and_has_no_later_exercises(capsys, monkeypatch):
@@ -403,8 +404,11 @@ def test_all_promises_are_tried_and_have_points(tmp_path, capsys):
     assert lost == [CASES["three"].promise]
     assert (status, told["points"], told["of"]) == (1, 14, 18)
     assert [told["finding"]] == [part["finding"] for part in told["parts"] if part["finding"]]
-    assert "0 of 4 points: gather, with the engine's other parts" in text
-    assert "14 of 18 points in all" in text and "The case: 3 ranks, one block" in text
+    assert (
+        "14 of 18 points. Each part, with" in text
+        and "4 of 4 update 0 of 4 gather" in text
+        and "The case: 3 ranks, one block" in text
+    )
 
 
 def test_an_engine_itself_passes_by_the_command(capsys):
