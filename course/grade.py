@@ -137,15 +137,15 @@ def show(report, hint, briefly=False):
 
 
 def show_promises(report, console):
-    """Print which promises hold, and their points."""
+    """Print which promises hold, and the points of each part."""
     signs = {True: "[green]holds [/]", False: "[bold red]fails [/]", None: "[dim]      [/]"}
     for promise in report["promises"]:
         dim = "dim" if promise["holds"] is None else "default"
-        console.print(f"{signs[promise['holds']]} {promise['points']}/{promise['of']} [{dim}]{promise['promise']}[/]")
-    if report["part"] is None:
-        console.print(f"{report['points']} of {report['of']} points")
-    else:
-        console.print(f"This is about `{report['part']}` alone: the other parts are the engine's.")
+        console.print(f"{signs[promise['holds']]} [{dim}]{promise['promise']}[/]")
+    if report["parts"]:
+        console.print(f"\n{report['points']} of {report['of']} points. Each part, with the engine's other parts:")
+    for part in report["parts"]:
+        console.print(f"{part['points']:>4} of {part['of']}   {part['part']}")
 
 
 if __name__ == "__main__":

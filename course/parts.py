@@ -21,6 +21,7 @@ class Part:
 
     method: str  # whose body it is; of another class than the engine's, "Class.method"
     task: str = ""  # what to write, without saying how
+    points: int = 0  # what it is worth
     begin: str = ""  # text of the first line taken out; "" for the whole body
     until: str = ""  # text of the first line that stays again; "" for the rest of the body
     lines: tuple = ()  # of an edit, what stands there instead; with "" for begin, at the end of the body
@@ -37,6 +38,7 @@ class Exercise:
     given: dict  # {what there is: what it does}
     sources: tuple = ("engine.py",)  # of the package; of several, the classes with parts
     imports: str = ""  # what these need; of one file, its own
+    exact: str = TEXTS["exact"]  # how exactly a submission is compared with the engine
     edits: tuple = ()  # if any, the engine is complete but waits for everything, and parts are to be rewritten
     name: str = ""  # of the file and of its grading; "" for the package's
 
@@ -154,14 +156,14 @@ def waiting(exercise):
     return text
 
 
-def alone(exercise, text, part):
-    """A submission's text in which one part is the student's, and the engine's fill the others.
+def alone(exercise, text, *parts):
+    """A submission's text in which these parts are the student's, and the engine's fill the others.
 
     These follow the student's lines, which keep their numbers.
     """
     methods, lines = methods_of(exercise.solution)
     for number, other in enumerate(exercise.parts, 1):
-        if other is part:
+        if other in parts:
             continue
         text = text.replace(OPEN.format(number=number, method=other.method), "pass")
         made, _, method = other.method.rpartition(".")
@@ -170,6 +172,23 @@ def alone(exercise, text, part):
         owner = made or re.findall(r"^class (\w+)", exercise.solution, re.MULTILINE)[-1]
         text += f"\n\nclass _Given:\n{source}\n\n\n{owner}.{method} = _Given.{method}\n"
     return text
+
+
+def own_parts(exercise, text):
+    """The parts that a submission writes otherwise than the engine; all parts, if it changes anything else."""
+    (parts, rest), (engines, given) = _cut(exercise, text), _cut(exercise, exercise.solution)
+    return [part for part in exercise.parts if rest != given or parts[part.method] != engines[part.method]]
+
+
+def _cut(exercise, text):
+    """A text's parts, {method: its tree}, and the tree of all else, as texts without comments."""
+    tree, parts = ast.parse(text), {part.method: "" for part in exercise.parts}
+    for made in tree.body:
+        for node in made.body if isinstance(made, ast.ClassDef) else ():
+            names = {node.name, f"{made.name}.{node.name}"} & parts.keys() if isinstance(node, ast.FunctionDef) else ()
+            for name in names:
+                parts[name], node.body = ast.dump(node), []
+    return parts, ast.dump(ast.Module(tree.body[ast.get_docstring(tree) is not None :], []))
 
 
 def _task(exercise, taken):
@@ -187,6 +206,7 @@ def _task(exercise, taken):
     return TEXTS["head"].format(
         what=what.format(engine=engine, taken=taken, many=len(exercise.parts)),
         file=exercise.path.relative_to(ROOT),
+        exact=exercise.exact,
         held=exercise.held,
         sent=exercise.sent,
         given="\n".join(given),

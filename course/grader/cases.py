@@ -66,6 +66,7 @@ class Case:
     steps: int = 3
     backwards: int = 1  # of each step
     lane: str = ""  # collectives run as "late" as they may, or "early", when they are called; "" is as elsewhere
+    crossed: bool = False  # copies over a bus run early where collectives run late, and late where those run early
     watched: bool = False  # the last step's live bytes are followed
     beside: str = ""  # the phase, or "all", in which collectives in flight during computation are noted
     elsewhere: bool = False  # tensors that are made without a device have no memory
@@ -75,7 +76,6 @@ class Case:
     off: str = "differs"  # the idea if weights are off, and their values tell nothing more
     nan: str = "reads nothing"  # the idea if they are NaN
     raises: str = ""  # the idea of any error, as smaller cases were right; "" if the error decides
-    points: int = 1  # what the promise is worth
     stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")  # that it tests, by the keys of their exercises
 
     @property

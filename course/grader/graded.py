@@ -12,9 +12,9 @@ from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 from course.exercises import ALL
 from course.grader.cases import CASES
-from course.grader.grading import Finding, cases_of, grade
-from course.grader.promises import reference_of
-from course.parts import alone
+from course.grader.grading import Finding, Reference, cases_of, grade
+from course.grader.promises import PROMISES, reference_of
+from course.parts import OPEN, alone, methods_of, own_parts
 
 SHOWN = 5  # last lines of what the submission printed
 # What a teacher says to a mistake, in three steps.
@@ -31,52 +31,119 @@ def graded(file, stage, part=None):
 
     Returns:
         {"file", "stage", "part": its method or None, "passed", "points", "of", "promises": [{"promise", "holds": True,
-        False or None for not tried, "points", "of", "finding"}], "finding": the first, of the smallest case,
-        "printed": what the submission printed last}. A finding is None, or {"idea", "promise", "where", "model",
-        "hints"}.
+        False or None for not tried}], "finding": the first, of the smallest case, "parts": [{"part": its method,
+        "points", "of", "finding": the first with the other parts from the engine}], "printed": what the submission
+        printed last}. A finding is None, or {"idea", "promise", "where", "model", "hints"}. A tree without the engine
+        has no "parts", and no points.
 
     Raises:
         InputError: nothing could be graded, which is not the submission's fault.
     """
-    where, cases = str(file.resolve()), cases_of(stage)
+    exercise, cases = next(exercise for exercise in ALL if exercise.key == stage), cases_of(stage)
+    asked = exercise.parts if part is None else (part,)
     try:
-        text = file.read_text(encoding="utf-8")
-        compile(text, where, "exec")
+        compile(file.read_text(encoding="utf-8"), str(file), "exec")
     except (SyntaxError, ValueError) as error:
         results, printed = {cases[0]: Finding("syntax", _where_reading_stopped(error))}, ""
+        alone_found = dict.fromkeys(asked, first(results.items()))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            if part is not None:
-                where = str(Path(folder).resolve() / file.name)
-                exercise = next(exercise for exercise in ALL if exercise.key == stage)
-                Path(where).write_text(alone(exercise, text, part), encoding="utf-8")
-            results, printed = _tried(where, stage)
-    promises = [_judged(stage, name, name in results, results.get(name)) for name in cases]
+        # Traced ranks agree on each collective before it begins, and report where they part.
+        with mock.patch.dict(os.environ, ZERO_TRACE="1"), tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            with contextlib.closing(Worlds(log)) as worlds:
+                attempt = Attempt(worlds.run, exercise, file, reference_of(worlds.run, stage), folder)
+                results = dict(attempt.grade(*asked))
+                printed = _printed(log)
+                found = first(results.items())
+                alone_found = attempt.parts(*found) if part is None else {part: found}
+    holds = {name: results[name] is None if name in results else None for name in cases}
+    parts = [
+        {
+            "part": one.method,
+            "points": one.points if alone_found[one][1] is None else 0,
+            "of": one.points,
+            "finding": _told(stage, *alone_found[one]),
+        }
+        for one in (() if PROMISES.exists() else asked)
+    ]
     return {
         "file": str(file),
         "stage": stage,
         "part": part and part.method,
-        "passed": all(promise["holds"] for promise in promises),
-        "points": sum(promise["points"] for promise in promises),
-        "of": sum(promise["of"] for promise in promises),
-        "promises": promises,
-        "finding": next((promise["finding"] for promise in promises if promise["finding"]), None),
+        "passed": all(holds.values()),
+        "points": sum(one["points"] for one in parts),
+        "of": sum(one["of"] for one in parts),
+        "promises": [{"promise": CASES[name].promise, "holds": holds[name]} for name in cases],
+        "finding": _told(stage, *first(results.items())),
+        "parts": parts,
         "printed": printed,
     }
 
 
-def _judged(stage, name, tried, finding):
-    """A promise in the report."""
-    case, holds = CASES[name], finding is None if tried else None
-    told = finding and {
+def first(findings):
+    """(case, finding) of the first failure; (None, None) if everything holds."""
+    return next(((name, finding) for name, finding in findings if finding), (None, None))
+
+
+class Attempt:
+    """A submission, whole or part by part, and what it is held to.
+
+    Args:
+        run, reference: as `grading.grade` takes them.
+        exercise: what it solves.
+        file: the submission.
+        folder: for files on the way.
+
+    Attributes:
+        own: the parts that are not the engine's text.
+    """
+
+    def __init__(self, run, exercise, file, reference, folder):
+        self._run, self._exercise, self._file, self._reference = run, exercise, file.resolve(), reference
+        self._text, self._folder = file.read_text(encoding="utf-8"), Path(folder).resolve()
+        self.own = [] if PROMISES.exists() else own_parts(exercise, self._text)
+
+    def grade(self, *parts):
+        """`grading.grade` with these parts of the submission, and the others from the engine.
+
+        Any quantizer within half a step is right: trainings are held to the engine with the submission's own one.
+        """
+        key = self._exercise.key
+        where = str(self._file) if parts == self._exercise.parts else self._written(parts)
+        quantizer = [part for part in parts if part in self.own and part.method.startswith("Blocks.")]
+        reference = Reference(self._run, key, self._written(quantizer)) if quantizer else self._reference
+        named = [] if PROMISES.exists() else methods_of(self._exercise.solution)[0]
+        given = {name.rpartition(".")[2] for name in named} - {part.method.rpartition(".")[2] for part in parts}
+        return grade(self._run, where, key, reference, given)
+
+    def parts(self, name, finding):
+        """The first failure of each part alone, {part: (case, finding)}, from the first of all of them together."""
+        found = dict.fromkeys(self._exercise.parts, (None, None))
+        for number, part in enumerate(self._exercise.parts, 1) if finding else ():
+            if OPEN.format(number=number, method=part.method) in self._text:
+                found[part] = name, Finding(f"open {part.method}", f"Still open: part {number}, {part.method}.")
+            elif self.own == [part] or finding.idea == "import":
+                found[part] = name, finding
+            elif part in self.own:
+                found[part] = first(self.grade(part))
+        return found
+
+    def _written(self, parts):
+        """A file with these parts of the submission."""
+        file = self._folder / f"{'-'.join(part.method for part in parts)}.py"
+        file.write_text(alone(self._exercise, self._text, *parts), encoding="utf-8")
+        return str(file)
+
+
+def _told(stage, name, finding):
+    """A finding in the report."""
+    return finding and {
         "idea": finding.idea,
-        "promise": case.promise,
+        "promise": CASES[name].promise,
         "where": finding.where,
-        "model": _model(case),
+        "model": _model(CASES[name]),
         "hints": hints_of(finding.idea, stage),
     }
-    points = case.points if holds else 0
-    return {"promise": case.promise, "holds": holds, "points": points, "of": case.points, "finding": told}
 
 
 class Worlds:
@@ -101,15 +168,10 @@ class Worlds:
             world.close(kill=True)
 
 
-def _tried(where, stage):
-    """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
-    # Traced ranks agree on each collective before it begins, and report where they part.
-    with mock.patch.dict(os.environ, ZERO_TRACE="1"), tempfile.NamedTemporaryFile() as log:
-        with contextlib.closing(Worlds(log.name)) as worlds:
-            results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
-        lines = Path(log.name).read_text(errors="replace").splitlines()
-    own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
-    return results, "\n".join(own[-SHOWN:])
+def _printed(log):
+    """The last lines that the submission printed, without those of the tracer."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([line for line in lines if not re.match(r"\[rank \d+\]", line)][-SHOWN:])
 
 
 def _where_reading_stopped(error):

@@ -5,6 +5,7 @@ weights after each step on each rank, what they hold and send, what comes and go
 difference is the answer, and its shape decides the idea.
 """
 
+import math
 import time
 import tomllib
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from course.grader.cases import CASES
 from course.grader.observing import alone, observe
 from course.grader.raised import Finding, gave_no_answer, raised
 
-TIMES, FLOOR = 10, 3.0  # a submission may take so many times as long as the stage in the same case, and 3 s in any case
+TIMES, FLOOR = 10, 3  # a submission may take so many times as long as the stage in the same case, and 3 s in any case
 PATIENCE = 0.5  # the share of it that a rank waits for others, so that it can report where they part
 LONGEST = 180.0  # seconds for the stage itself
 HANGS = 2  # after so many cases without an answer the others are not tried
@@ -47,25 +48,30 @@ class Reference:
         run: `run(ranks, function, *args, timeout=seconds)` calls `function(world, *args)` on so many ranks and returns
             the results in rank order.
         stage: its package.
+        quantizer: a file with the stage's classes, but for a quantizer of its own, which trainings then use.
     """
 
-    def __init__(self, run, stage):
-        self.run, self.stage, self._known = run, stage, {}
+    def __init__(self, run, stage, quantizer=None):
+        self.run, self.stage, self.quantizer, self._known = run, stage, quantizer, {}
 
     def expected(self, name, again=False):
         """What is expected in a case. `again` trains it once more, to see how long that takes by now.
 
         Raises:
             InputError: the engine cannot be trained here, which is no submission's fault.
+            RankFailed: it cannot be with that quantizer.
         """
         if again or name not in self._known:
             ranks, began = CASES[name].ranks, time.monotonic()
+            own = self.quantizer if CASES[name].steps else None
             try:
-                engine = ENGINES.get(self.stage, self.stage)
+                engine = own or ENGINES.get(self.stage, self.stage)
                 seen = self.run(ranks, observe, engine, name, PATIENCE * LONGEST, timeout=LONGEST)
                 seconds = time.monotonic() - began
                 own = self.run(ranks, alone, name, timeout=LONGEST)
             except RankFailed as failure:
+                if own:
+                    raise
                 said = str(failure).strip().splitlines()[-1]
                 busy = "; try again when the machine is less busy" if gave_no_answer(str(failure)) else ""
                 raise InputError(
@@ -81,7 +87,7 @@ def cases_of(stage):
     return [name for name, case in CASES.items() if stage in case.stages]
 
 
-def grade(run, where, stage, reference=None):
+def grade(run, where, stage, reference=None, given=()):
     """Try a submission, case by case.
 
     Args:
@@ -89,26 +95,27 @@ def grade(run, where, stage, reference=None):
         where: a file that holds an `Engine`, or a package that exports one.
         stage: the package whose engine it is held to, or another key of an exercise.
         reference: has an `expected` like a `Reference`; None is a Reference of the same ranks.
+        given: names of methods in the file that are the engine's: a message names no line of theirs as the student's.
 
     Yields:
-        (name of the case, None or a Finding). It ends with a finding about the file and not about a case, or when
-        ranks hang again.
+        (name of the case, None or a Finding). It ends with a finding about the file and not about a case, with a wrong
+        quantizer, since no training with it can be judged, or when ranks hang again.
 
     Raises:
         InputError: the stage's own engine cannot be trained here.
     """
     reference, hangs = reference or Reference(run, stage), 0
     for name in cases_of(stage):
-        finding = tried(run, where, name, reference, patient=not hangs)
+        finding = tried(run, where, name, reference, given, patient=not hangs)
         yield name, finding
         if finding is None:
             continue
-        hangs += finding.idea == "hang"
-        if finding.idea.startswith(OF_THE_FILE) or hangs == HANGS:
+        hangs += finding.idea in ("hang", "endless")
+        if finding.idea.startswith(OF_THE_FILE) or CASES[name].rounded or hangs == HANGS:
             return
 
 
-def tried(run, where, name, reference, patient):
+def tried(run, where, name, reference, given, patient):
     """None or a Finding of one case.
 
     If `patient`, a case without an answer is tried once more, by the stage's time then: the machine may have become
@@ -116,13 +123,13 @@ def tried(run, where, name, reference, patient):
     """
     case = CASES[name]
     for again in (False, True) if patient else (False,):
-        expected = reference.expected(name, again)
-        limit = max(FLOOR, TIMES * expected.seconds)
         try:
+            expected = reference.expected(name, again)
+            limit = math.ceil(max(FLOOR, TIMES * expected.seconds))
             found = run(case.ranks, observe, where, name, PATIENCE * limit, timeout=limit)
             return difference(name, found, expected.seen, expected.own)
         except RankFailed as failure:
-            finding = raised(name, str(failure), where)
+            finding = raised(name, str(failure), where, given)
             if not gave_no_answer(str(failure)):
                 return finding
     return finding

@@ -4,7 +4,7 @@ import contextlib
 from unittest import mock
 
 from common.ranks import collectives
-from common.ranks.lanes import Handle
+from common.ranks.lanes import Handle, InlineLane
 from common.tiers import bus, memory
 
 
@@ -33,11 +33,15 @@ class LateLane:
 
 
 @contextlib.contextmanager
-def collectives_on(lane):
-    """Engines built in this context communicate on this lane; their bus and their host have others of its kind."""
+def collectives_on(lane, crossed=False):
+    """Engines built in this context communicate on this lane; their bus and their host have others of its kind.
+
+    If `crossed`, the bus has one of the other kind, late or early: each copy then meets neighbours of both kinds.
+    """
+    copies = {InlineLane: LateLane, LateLane: InlineLane}[type(lane)] if crossed else type(lane)
     with (
         mock.patch.object(collectives, "lane_of", lambda *_: lane),
-        mock.patch.object(bus, "lane_of", lambda *_: type(lane)()),
+        mock.patch.object(bus, "lane_of", lambda *_: copies()),
         mock.patch.object(memory, "lane_of", lambda *_: type(lane)()),
     ):
         yield

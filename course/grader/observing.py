@@ -53,7 +53,7 @@ def observe(world, where, name, patience=None):
         settings.enter_context(uninitialized_is_nan())
         lane = {"late": LateLane, "early": InlineLane}.get(case.lane, lambda: None)()
         if lane is not None:
-            settings.enter_context(collectives_on(lane))
+            settings.enter_context(collectives_on(lane, case.crossed))
         try:
             if works is not None:
                 return {"tables": tables(engine_at(where), works)}
@@ -75,6 +75,8 @@ def _trained(world, make, case, lane):
         "norms": {},  # {step: norm}
         "nan": {},  # {when: {weight: whether it reads as nothing while it is freed}}
     }
+    if engine.loss_scaler is not None:
+        engine.loss_scaler.window = 1  # so that the loss scale doubles from step to step
     if case.elsewhere:
         make_tensors_elsewhere(engine)
     beside = Beside(engine, lane) if case.beside else contextlib.nullcontext()

@@ -26,8 +26,11 @@ def gave_no_answer(said):
     return "RanksParted" in said or re.search(r"gave no answer|[Tt]imed out", said) is not None
 
 
-def raised(name, said, where):
-    """The Finding behind the message of a RankFailed, in the case of this name, of the submission in a file."""
+def raised(name, said, where, given=()):
+    """The Finding behind the message of a RankFailed, in the case of this name, of the submission in a file.
+
+    `given` has the names of its methods that are the engine's.
+    """
     if "NotImplementedError: part" in said:
         return _open_parts(where)
     rank = re.match(r"rank (\d+)", said)
@@ -36,14 +39,14 @@ def raised(name, said, where):
     if parted:
         return Finding("hang", f"The ranks part: {parted[1]}.")
     if gave_no_answer(said):
-        return Finding("hang", f"{said.splitlines()[0]}.".capitalize())
+        return Finding("endless", f"{said.splitlines()[0]}.".capitalize())
     if "died with exit code" in said:
         return Finding("died", f"{said.splitlines()[0]}.".capitalize())
     error = [said, *ERROR.findall(said)][-1].removeprefix("course.grader.submission.")
-    inside = [frame for frame in FRAME.finditer(said) if frame["file"] == where]
+    inside = [frame for frame in FRAME.finditer(said) if frame["file"] == where and frame["function"] not in given]
     idea = _idea_of(error, name)
     if not inside:
-        return Finding(idea, f"{of}: {error}")
+        return Finding("outside" if idea in ("crash", "name", "call") else idea, f"{of}, in no line of yours: {error}")
     line = f"{of}, line {inside[-1]['line']} in {inside[-1]['function']}: {error}"
     at_import = inside[-1]["function"] == "<module>" and idea not in ("solution", "past the meter")
     return Finding("import" if at_import else idea, line)

@@ -117,9 +117,8 @@ def _first_fault(rounded):
         if off.max() > 0.51 and off[1] < 0.51:
             return "not yet: an outlier in another block changes this one: each block has a scale of its own"
         if not (codes - codes.round()).abs().max() < 0.01:
-            return (
-                f"not yet: {bits} bits, a step is the largest absolute value over {2 ** (bits - 1) - 1}: think of signs"
-            )
+            why = "a code is a whole number: round it" if off.max() < 0.01 else "think of signs"
+            return f"not yet: {bits} bits, a step is the largest absolute value over {2 ** (bits - 1) - 1}; {why}"
         if off.max() > 0.51:
             return f"not yet: {bits} bits, off by {off.max():.2f} steps; to the nearest code it would be half a step"
     return "solved" if zeros.eq(0).all() else "not yet: a block of zeros does not stay zero; what is 0 / 0?"

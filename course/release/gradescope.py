@@ -2,7 +2,8 @@
 
     python -m course.release.gradescope submission results.json
 
-The file is what Gradescope calls results.json: a test for each promise, with its points, and a hint if it fails.
+The file is what Gradescope calls results.json: a test for each part, with the engine's other parts, its points, and a
+hint if it fails.
 """
 
 import json
@@ -38,7 +39,7 @@ def results_of(folder):
             except InputError as error:
                 said.append(f"{file.name}: {error}. {FAULT}")
                 continue
-            tests += [tested(file.name, promise) for promise in report["promises"]]
+            tests += [tested(file.name, part) for part in report["parts"]]
             said.append(f"{file.name}: {report['points']} of {report['of']} points")
             if report["printed"]:
                 said.append(f"It printed last:\n{report['printed']}")
@@ -50,17 +51,16 @@ def results_of(folder):
     return results if tests else {"score": 0, **results}
 
 
-def tested(name, promise):
-    """A promise as a test of Gradescope's."""
-    finding, holds = promise["finding"], promise["holds"]
-    output = "Holds." if holds else "Not tried."
+def tested(name, part):
+    """A part as a test of Gradescope's."""
+    finding, output = part["finding"], "Right, with the engine's other parts."
     if finding:
         output = f"{finding['where']}\n\nThe case: {finding['model']}.\n\nHint: {finding['hints'][0]}"
     return {
-        "name": f"{name}: {promise['promise']}",
-        "score": promise["points"],
-        "max_score": promise["of"],
-        "status": "passed" if holds else "failed",
+        "name": f"{name}: {part['part']}",
+        "score": part["points"],
+        "max_score": part["of"],
+        "status": "failed" if finding else "passed",
         "output": output,
         "visibility": "visible",
     }

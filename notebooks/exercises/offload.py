@@ -9,6 +9,8 @@ What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters
     held    on the device 4 Ψ bytes, and never more than two gradient buffers; on the host 16/N Ψ
     sent    2 (N-1)/N Ψ elements between ranks, as in stage 2; over the bus Ψ/N down and Ψ/N up
 
+Weights are the engine's to the last bit, and what is held and sent is the engine's to the byte.
+
 At hand:
 
     self.rank                                           r

@@ -11,6 +11,8 @@ What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters
     held    (4 + 12/N) Ψ bytes, and never more than two gradient buffers
     sent    2 (N-1)/N Ψ elements, as in stage 0
 
+Weights are the engine's to the last bit, and what is held and sent is the engine's to the byte.
+
 At hand:
 
     bucket.handle                                   the Handle of the reduction in flight; None before. Yours to

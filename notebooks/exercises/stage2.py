@@ -9,6 +9,8 @@ What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters
     held    (4 + 12/N) Ψ bytes, and never more than two gradient buffers
     sent    2 (N-1)/N Ψ elements, as in stage 0
 
+Weights are the engine's to the last bit, and what is held and sent is the engine's to the byte.
+
 At hand:
 
     Owned(parameters=, gradients=, optimizer=)      what `owned` returns: three slices of the bucket

@@ -9,6 +9,8 @@ What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters
     held    16/N Ψ bytes, and a few units' parameters in use
     sent    up to 3 (N-1)/N Ψ elements
 
+Weights are the engine's to the last bit, and what is held and sent is the engine's to the byte.
+
 At hand:
 
     bucket.parameters                               [shard] what this rank keeps

@@ -6,8 +6,11 @@ Write them all, and ask as often as you like: once none is open, the answers say
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 
-    held    16/N Ψ bytes, and a few units' parameters in use; with `hierarchical` 2/P Ψ more
-    sent    between nodes of P ranks, instead of the M = 2 Ψ bytes that stage 3 sends three times: M/2, 0 and M/4
+    held    16/N Ψ bytes, and a few units' parameters in use; with `hierarchical` 4/P Ψ more
+    sent    between nodes of P ranks, instead of the M = 4 Ψ bytes that stage 3 sends three times: M/4, 0 and M/8
+
+Your quantizer may round in its own way, within half a step. Trained with it, weights are the engine's with your
+quantizer to the last bit, and what is held and sent is the engine's to the byte.
 
 At hand:
 

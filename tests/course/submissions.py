@@ -1,13 +1,12 @@
 """Students' submissions, by name: an engine with some methods' lines replaced, and the idea that its answer names."""
 
-import ast
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.ranks.world import LocalWorld
 from course.exercises import ALL, EXERCISES
-from course.parts import methods_of, place, waiting
+from course.parts import Part, methods_of, place, waiting
 
 EXERCISE = {exercise.path.stem: exercise for exercise in ALL}
 
@@ -21,6 +20,8 @@ class Submission:
         idea: the subject of the answer, a key of hints.toml; "" for a submission that passes.
         name: what it does.
         parts: {method: its lines}; or {"file": the whole text}, {"below": text below the engine's}.
+        hears: a pattern of what the answer says.
+        points: what it gets; None if that is not asked.
         typical: it runs by default; the others only in `make test-all`.
     """
 
@@ -28,6 +29,8 @@ class Submission:
     idea: str
     name: str
     parts: dict = field(default_factory=dict)
+    hears: str = ""
+    points: int | None = None
     typical: bool = True
 
     def __str__(self):
@@ -42,28 +45,16 @@ class Submission:
         file = folder / self.exercise.path.name
         methods = dict(self.parts)
         whole, below = methods.pop("file", None), methods.pop("below", "")
-        fill = changed if self.exercise in EXERCISES else filled
-        file.write_text(whole or f"{fill(self.exercise, methods)}\n{below}\n")
+        file.write_text(whole or f"{filled(self.exercise, methods)}\n{below}\n")
         return file
 
 
-def changed(exercise, parts):
-    """An engine's text with some methods' lines replaced, below their docstrings."""
-    text = exercise.engine.read_text()
-    lines = text.splitlines()
-    methods = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-    for method, body in sorted(parts.items(), key=lambda part: -methods[part[0]].lineno):  # bottom up
-        written = [f"        {line}" for line in body.splitlines()]
-        lines[methods[method].body[0].end_lineno : methods[method].end_lineno] = written
-    return "\n".join(lines)
-
-
 def filled(exercise, parts):
-    """An engine's text with some parts' lines replaced."""
+    """An engine's text with the lines of some parts replaced, or all lines of other methods."""
     text = exercise.solution
     for method, body in parts.items():
         methods, lines = methods_of(text)
-        part = next(part for part in exercise.parts if part.method == method)
+        part = next((part for part in exercise.parts if part.method == method), Part(method))
         first, last = place(methods[method], part, lines)
         indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
         lines[first:last] = [indent + line for line in body.splitlines()]
@@ -77,12 +68,13 @@ def read():
     for stem, ideas in exercises.items():
         for idea, named in ideas.items():
             for name, parts in named.items():
-                typical = parts.pop("typical", EXERCISE[stem] in EXERCISES)
-                yield Submission(stem, "" if idea == "right" else idea, name, parts, typical)
+                told = {key: parts.pop(key) for key in ("hears", "points", "typical") if key in parts}
+                told.setdefault("typical", EXERCISE[stem] in EXERCISES)
+                yield Submission(stem, "" if idea == "right" else idea, name, parts, **told)
 
 
 AS_GIVEN = {"file": waiting(EXERCISE["overlap"])}
-SUBMISSIONS = (*read(), Submission("overlap", "waited for at once", "as it is given", AS_GIVEN))
+SUBMISSIONS = (*read(), Submission("overlap", "waited for at once", "as it is given", AS_GIVEN, points=0))
 
 
 def within(worlds):

@@ -42,6 +42,7 @@ def test_a_quantizer_that_rounds_block_by_block_is_taken(capsys):
     ("mistake", "hint"),
     [
         (quantizer(codes=torch.trunc), "nearest"),
+        (quantizer(codes=lambda steps: steps), "a whole number"),
         (quantizer(scales=lambda blocks: blocks.amax(dim=1, keepdim=True)), "think of signs"),
         (quantizer(scales=lambda blocks: blocks.abs().max()), "outlier in another block"),
         (lambda values, bits, block: values.view(-1, block), "values come"),
