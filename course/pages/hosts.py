@@ -203,27 +203,26 @@ def under_way(events):
 
 
 def _is_ahead(answer):
-    if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], tuple | list):
-        return False
-    return all(isinstance(unit, str) for unit in (answer[0], *answer[1]))
+    lists = [one for one in answer if isinstance(one, tuple | list)] if isinstance(answer, tuple | list) else []
+    return len(lists) == 2 and len(answer) == 2 and all(isinstance(unit, str) for units in lists for unit in units)
 
 
-AHEAD = Form('a unit and a list of units, such as ("blocks.1", ["blocks.2"])', _is_ahead)
+AHEAD = Form('two lists of units, such as (["stem"], ["head"])', _is_ahead)
 
 
 @asks(AHEAD)
 def check_ahead(formula, events):
-    """Hold `formula(order, i)`, (unit gathered, [units read]) while the i-th of a forward computes, against a step."""
+    """Hold `formula(order, i)`, ([gathered], [read]) while the i-th unit of a forward computes, against a step."""
     found = [one for one in under_way(events) if one[0] == "forward"]
     order = [unit for _, unit, _, _ in found]
     for i, (_, unit, gathered, read) in enumerate(found[:-3]):  # the last ones have no three after them
         answer = given(formula(order, i))
-        if ([answer[0]], sorted(answer[1])) == (gathered, sorted(read)):
+        if [sorted(units) for units in answer] == [sorted(gathered), sorted(read)]:
             continue
-        hint = f"while {unit} computes, {', '.join(gathered)} is gathered, and {' and '.join(read)} read"
-        if answer[0] == unit:
-            hint = f"{unit} computes, so it is whole; which one is gathered meanwhile?"
-        elif answer[0] in answer[1]:
+        hint = f"follow the rows of the picture while {unit} computes: which others are in flight?"
+        if unit in answer[0]:
+            hint = f"{unit} computes, so it is whole; what is gathered meanwhile?"
+        elif set(answer[0]) & set(answer[1]):
             hint = "what is gathered now was read before"
         print(f"not yet: {hint}")
         return

@@ -63,9 +63,9 @@ class Sharded(find_engine("stage3_param")):
             made.append(units.Unit(paths[module], module, buckets))
         return made
 
-    def after_forward(self, unit, traced):
+    def after_forward(self, unit, has_outputs):
         """A unit that is not resharded after forward stays gathered until backward ends."""
-        super().after_forward(unit, traced and part_of(unit.module).reshard is not False)
+        super().after_forward(unit, has_outputs and part_of(unit.module).reshard is not False)
 
     def end_forward(self):
         """A unit that stayed gathered is gathered once."""

@@ -252,7 +252,7 @@ def test_a_path_without_a_readable_checkpoint_is_refused(worlds, tmp_path, path)
         (tmp_path / folder).mkdir()
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "newer" / "index.json").write_text(json.dumps({"format": 2}))
-    assert all_refuse(worlds, tmp_path / path, "format 2" if path == "newer" else "there is no checkpoint")
+    assert all_refuse(worlds, tmp_path / path, "format is 2" if path == "newer" else "there is no checkpoint")
 
 
 class AdamW(torch.optim.SGD):

@@ -136,7 +136,7 @@ def test_gradients_under_another_engines_loss_scale_are_refused(world, stage, ow
     student.backward(models.loss(student(inputs), targets) + models.loss(teacher(inputs), targets))
     student.step()
     said = message_of(teacher.step)
-    assert said is None if "fp16" not in (own, others) else "under another loss scale" in said
+    assert said is None if "fp16" not in (own, others) else "has another loss scale" in said
 
 
 # ---- masters --------------------------------------------------------------------------------------------------------
