@@ -39,8 +39,9 @@ def choose_exact_kernels(device):
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        for enable in ("flash", "mem_efficient", "cudnn"):
-            getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def finish(device):

@@ -84,9 +84,9 @@ def compare(world, engines, options):
         row["bitwise_equal_to_stage0"] = base and row["param_sha256"] == base["param_sha256"]
         row["quantizes"] = getattr(find_engine(row["engine"]), "quantizes", False)
         # Under no_sync some stages add up before they reduce, others after.
-        on_host = any(name in row for name in ("host_state_bytes", "disk_state_bytes"))
-        as_on_host = world.device.type == "cpu" or not on_host  # kernels of CPU and CUDA round AdamW differently
-        row["bitwise_promised"] = ordered and as_on_host and not (options.no_sync or row["quantizes"])
+        # Kernels of CPU and CUDA round AdamW differently, and an engine with states on the host steps there.
+        same_kernels = world.device.type == "cpu" or "host_state_bytes" not in row
+        row["bitwise_promised"] = ordered and same_kernels and not (options.no_sync or row["quantizes"])
         row["relative_loss_diff_to_stage0"] = base and row["losses"][-1] / base["losses"][-1] - 1
     if world.rank:
         return None

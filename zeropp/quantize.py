@@ -73,7 +73,7 @@ class Blocks:
     def _steps(self, part):
         """The scales [...] and the codes [..., bytes], as fp32, of fp32 values [..., elements]."""
         top = part.abs().amax(dim=-1)
-        # Divided by a tensor: by a number, CUDA multiplies by the reciprocal, though not in compiled code.
+        # Divide by a tensor: CUDA turns division by a number into a product, except in compiled code.
         # The smallest normal number is fine enough a step for denormal values, and no division overflows.
         scale = (top / top.new_full((), self.largest)).clamp_(min=torch.finfo(torch.float32).tiny)
         scales = torch.where(top.isfinite(), scale, torch.nan)
