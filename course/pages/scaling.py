@@ -79,31 +79,6 @@ def check_landmarks(answer):
         print(f"{name}: {unfit(lowest_stage, STAGE) or judge(lowest_stage, truth, hints)}")
 
 
-@asks(NUMBER)
-def check_in_flight(formula, shape, worst):
-    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against {class: bytes} of a simulated rank."""
-    block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
-    truth = worst["gathered units"] + worst["buckets in flight"]
-    said = judged("in_flight", formula(block, rest), truth, within=0.01, block=block, rest=rest)
-    print(said)  # the shards' padding is not in a formula
-
-
-@asks(NUMBER)
-def check_gpus(answer):
-    """Whether it is the smallest power of two of H100s on which stage 3 trains gpt-1t."""
-    shape, machine = of_model("gpt-1t"), preset("h100-80g")
-    needed = {2**n: ways(shape, machine, 2**n)["stage 3"] for n in range(3, 15)}
-    truth = next(gpus for gpus, row in needed.items() if row["fits"])
-    hints = []
-    for gpus, row in needed.items():
-        whole, states = show_bytes(round(row["device"])), show_bytes(round(sum(row["states"].values())))
-        if not row["fits"]:
-            hints.append((gpus, f"the states are {states}, all together {whole}"))
-        elif gpus > truth:
-            hints.append((gpus, "it fits, but fewer do"))
-    print(judge(answer, truth, hints))
-
-
 # ---- 13: when ---------------------------------------------------------------------------------------------------
 
 

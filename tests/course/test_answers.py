@@ -9,7 +9,6 @@ from places import ROOT
 from common.engines import STAGES
 from course.pages import hosts, memory, rounding, scaling, wire
 from lab import capacity
-from lab.plan.formulas import Shape
 
 # ---- what answers are checked against -----------------------------------------------------------------------------
 
@@ -46,8 +45,6 @@ DEEPEST = {  # {stage: (ranks, capacity, layers)}
 BYTES = (lambda n: 16, lambda n: 8 + 8 / n, lambda n: 4 + 12 / n, lambda n: 16 / n)  # per parameter, by stage
 PER_LAYER = capacity.parameters(2) - capacity.parameters(1)
 EIGHT, ONE, SLOW = scaling.CASES
-SHAPE = Shape("made up", parameters=22.02e9, layers=10, rest=2.02e9)  # blocks of 2 B
-WORST = {"gathered units": 2 * (2 * 2e9 + 2.02e9), "buckets in flight": 2 * (2e9 + 2.02e9)}
 
 
 def ahead(units):
@@ -114,8 +111,6 @@ ASK = {  # a check, its further arguments, and the right answer
     "scale": (rounding.largest_scale, (0.7,), lambda largest: power_below(65504 / largest)),
     "16-bit": (rounding.held, (3, IN_16_BIT), lambda stage, n: (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[stage]),
     "landmarks": (scaling.check_landmarks, (), {"turing-nlg-17b": 1, "bloom-176b": 0, "gpt-1t": 3}),
-    "in flight": (scaling.check_in_flight, (SHAPE, WORST), lambda block, rest: 2 * (3 * block + 2 * rest)),
-    "gpus": (scaling.check_gpus, (), 4096),
     "crossover": (scaling.check_crossover, (), lambda nbytes, flops, link: nbytes * flops / (6 * link)),
     "decisions": (scaling.check_decisions, (), {EIGHT: "stage 1", ONE: "ZeRO-Offload", SLOW: "ZeRO++"}),
     "factor": (scaling.token_factor, (), 2 / 80),
@@ -192,11 +187,6 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ),
     ("landmarks", {"turing-nlg-17b": 0}, "stage 0 takes 69.5 GB of a GPU"),
     ("landmarks", {"bloom-176b": 1}, "so does a lower one"),  # what ran
-    ("in flight", lambda block, rest: 2 * (3 * block + rest), "is the head as well"),
-    ("in flight", lambda block, rest: 2 * (2 * block + rest), "what is being reduced"),
-    ("in flight", lambda block, rest: 3 * block + 2 * rest, "these are elements"),
-    ("gpus", 256, "the states are 63 GB, all together"),
-    ("gpus", 8192, "it fits, but fewer do"),
     ("crossover", lambda nbytes, flops, link: nbytes * flops / link, ("6 operations",) * 2),
     ("crossover", lambda nbytes, flops, link: nbytes * flops / (2 * link), ("forward alone",) * 2),
     ("crossover", lambda nbytes, flops, link: 6 * link / (nbytes * flops), ("the other way round",) * 2),
