@@ -80,7 +80,7 @@ def roofline(axes, lines, dots, below, title):
 def crossovers(axes, tokens):
     """Marks of {machine: {name: tokens of a rank at which computation lasts as long as communication}}.
 
-    Machines with the same numbers share a row. A name begins with its way; a bus is hollow.
+    Machines with the same numbers share a row. A name begins with its way; a bus is an outline.
     """
     rows = {}
     for machine, of in tokens.items():
