@@ -209,6 +209,16 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("factor", 1 / 80, "number of ranks"),
     ("factor", 2 / 50, "all micro-batches"),
 ]
+NEARLY = {  # wrong formulas for each parameter: on two nodes of two, some of them give what is right
+    "leaves a node": "(n-1)/n * p + 0.5; (n-1)/n * p * 1.5; (n-1)/n * (p + 1); (n-1)/n * (p + 0.25); (n-1)/n * p; 1.5;"
+    "(n-1)/n * (p/2 + 0.5); (p-1)/p * (n + 0.5); n - 1 + (n-1)/n/2; p - 1 + 0.25; (n-1)//n * (p + 0.5);"
+    "(n*p-1)/(n*p) * (p + 0.5); n/(n+1) * (p + 0.5); (n-1)/n * (p - 0.5); (n-1)/n * (p * 65/64 + 33/64)",
+    "secondary shards": "2/p; 18/n; 16/n + 2*p/n; 16/n + 1/p; 16/n + 4/p; 12/n + 2/p; 14/n + 2/p; 18/n + 2/p;"
+    "12/n + 4/p; 16//n + 2//p; 16/(n-1) + 2/p; 16/n + 2/(p-1); 16/n + 2/p * (p-1)/p; 16/p + 2/n; p/n + 2/p",
+}
+for asked, formulas in NEARLY.items():
+    for formula in formulas.split(";"):
+        WRONG.append((asked, eval(f"lambda numel, n, p: numel * ({formula})"), ("", "not yet")))
 
 
 def verdicts(capsys, question, answer):
