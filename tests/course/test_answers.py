@@ -182,13 +182,8 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("16-bit", lambda stage, n: (12, 4 + 8 / n, 2 + 10 / n, 12 / n)[stage], ("master",) * 8),
     (
         "16-bit",
-        lambda stage, n: (16, 4 + 12 / n, 4 + 12 / n, 2 + 14 / n)[stage],
-        ("solved",) * 4 + ("stage 1",) * 2 + ("stage 2",) * 2,
-    ),
-    (
-        "16-bit",
-        lambda stage, n: (16, 4 + 4, 2 + 14 / n, 16 / 3)[stage],
-        ("solved",) * 2 + ("solved", "count it") + ("solved",) * 3 + ("count it",),
+        lambda stage, n: (16, 4 + 4, 4 + 12 / n, 2 + 14 / n)[stage],
+        ("solved",) * 3 + ("count it",) + ("stage 1",) * 2 + ("stage 2",) * 2,
     ),
     ("landmarks", {"turing-nlg-17b": 0}, "stage 0 takes 69.5 GB of a GPU"),
     ("landmarks", {"bloom-176b": 1}, "so does a lower one"),  # what ran
