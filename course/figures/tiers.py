@@ -29,8 +29,8 @@ def _stacked(panels, cases, parameters, colors, label):
             parts = [(sizes.get(name, 0) / parameters, {"color": color}) for name, color in colors.items()]
             stacked(axes, place, parts, told="{:.2g}")
         axes.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
-        axes.set(title=title, ymargin=0.12)
-    panels[0].set_ylabel(label)
+        axes.set_title(title, fontsize=11)
+    panels[0].set(ylim=(0, 1.12 * max(axes.dataLim.ymax for axes in panels)), ylabel=label)
     panels[0].locator_params(axis="y", integer=True)
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
@@ -53,8 +53,7 @@ def distance_by_rate(axes, distances, steps):
     for color, marker, (name, by_rate) in zip((EXACT, DELAYED), "os", distances.items(), strict=True):
         axes.plot(by_rate.keys(), by_rate.values(), marker=marker, color=color, label=name)
         if below := [rate for rate, distance in by_rate.items() if distance < LEAST]:
-            style = {"color": color, "markerfacecolor": "white", "clip_on": False, "label": f"{name}, below {LEAST}"}
-            axes.plot(below, [LEAST] * len(below), "v", **style)
+            axes.plot(below, [LEAST] * len(below), "v", color=color, mfc="white", clip_on=False, label=f"below {LEAST}")
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="where it began")
     axes.locator_params(axis="x", nbins=5)
     axes.set(yscale="log", ylim=(LEAST, None), xlabel="learning rate, in 1/λ")

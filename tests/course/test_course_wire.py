@@ -138,11 +138,10 @@ def test_rows_begin_with_the_first_phase_and_name_phases_waits_and_collectives()
 def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
     events = [
         *(name_of(row, name) for row, name in {1: "compute", 2: "bus", 3: "host"}.items()),
-        event(1, "user_annotation", "forward", 0, 1),  # before the first step phase
         event(1, "user_annotation", "step", 1, 5),
         event(1, "user_annotation", "wait", 2, 2.5),
         event(1, "user_annotation", "aten::add", 2.5, 2.6),
-        event(1, "user_annotation", "step", 7, 8),  # the last
+        *(event(1, "user_annotation", name, at, at + 1) for name, at in (("forward", 0), ("step", 7))),  # outside
         event(2, "user_annotation", "to_device of 0", 3, 3.1),
         event(2, "user_annotation", "wait", 2.9, 2.95),
         event(3, "user_annotation", "optimizer's step of 0", 2, 2.9),
