@@ -141,6 +141,7 @@ def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
         event(1, "user_annotation", "step", 1, 5),
         event(1, "user_annotation", "wait", 2, 2.5),
         event(1, "user_annotation", "aten::add", 2.5, 2.6),
+        *(event(1, "user_annotation", name, at, at + 1) for name, at in (("forward", 0), ("step", 7))),  # outside
         event(2, "user_annotation", "to_device of 0", 3, 3.1),
         event(2, "user_annotation", "wait", 2.9, 2.95),
         event(3, "user_annotation", "optimizer's step of 0", 2, 2.9),
