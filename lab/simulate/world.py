@@ -340,7 +340,7 @@ def simulate(setting, step):
         row = {"time": None, "trace": None, **counted(books, moments, setting, module)}
         if setting.hardware is not None:  # a step of its own: what follows memory makes no operations
             ranks_per_node = setting.ranks_per_node or setting.world_size
-            with Clock(setting.hardware, ranks_per_node, books.comm.traffic) as clock:
+            with Clock(setting.hardware.shared_by(ranks_per_node), ranks_per_node, books.comm.traffic) as clock:
                 step(engine, micro_batches, setting.no_sync, loss)
             tokens = setting.world_size * setting.batch * setting.accumulate * tokens_of(module, setting.sequence)
             row["time"] = clock.found(tokens, dtype_of(setting.precision).itemsize)
