@@ -41,6 +41,7 @@ OPTIMIZERS = {"adamw": 8, "sgd": 4, "adam8bit": 2}  # bytes of their states for 
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
 ADVISED = (0, 1, 2, 3, 5, 6, 7, 8)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
 OF_A_LANDMARK = {"gpu": "h100-80g", "world_size": 8, "tensor": 1, "pipeline": 1}  # with what they are otherwise
+COUNTS = ("world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq", "lora")
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "active")
 MACHINE = {"memory": "holds", "flops": "flops", "link": "inside", "between": "between"}
 MACHINE |= {"host": "host_holds", "disk": "disk_holds", "bus": "bus"}  # options -> fields of Hardware
@@ -83,7 +84,7 @@ def parser():
 
 def plan(options):
     """The JSON of `lab.plan`; an InputError if the options cannot be used."""
-    check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq")
+    check_counts(options, *COUNTS)
     landmark = landmark_of(options)
     for name, usual in OF_A_LANDMARK.items():
         if getattr(options, name) is None:
@@ -161,14 +162,16 @@ def shape_of(options):
     if sum(map(bool, (options.params, options.model, options.config, by_hand))) != 1:
         raise InputError("give --params, --model, --config, --landmark, or a shape by --layers and so on: one of them")
     if options.params:
-        return shapes.of_size(options.params)
-    if options.model:
-        return shapes.of_model(options.model)
-    if options.config:
-        return shapes.of_config(options.config)
-    if missing := [name for name in ("layers", "hidden", "heads", "vocab") if name not in by_hand]:
+        shape = shapes.of_size(options.params)
+    elif options.model:
+        shape = shapes.of_model(options.model)
+    elif options.config:
+        shape = shapes.of_config(options.config)
+    elif missing := [name for name in ("layers", "hidden", "heads", "vocab") if name not in by_hand]:
         raise InputError(f"a shape by hand needs {', '.join(f'--{name}' for name in missing)} too")
-    return shapes.transformer("a Llama by hand", vocabulary=by_hand.pop("vocab"), **by_hand)
+    else:
+        shape = shapes.transformer("a Llama by hand", vocabulary=by_hand.pop("vocab"), **by_hand)
+    return shapes.with_adapters(shape, options.lora) if options.lora else shape
 
 
 def machine_of(options):
@@ -245,11 +248,10 @@ def advice(rows, budget, rank):
         said += f" The fastest that fits is {fastest['way']}, {fastest['step_seconds']:.2g} s in place of"
         said += f" {row['step_seconds']:.2g} s a step."
     slowest, computing = max(row["seconds"], key=row["seconds"].get), rank.job.accumulate * rank.compute_seconds()
-    if row["seconds"][slowest] > computing:
-        said += (
-            f" Its {slowest} take {row['seconds'][slowest]:.2g} s a step, computation {computing:.2g} s: accumulate "
-            "more micro-batches or take larger ones."
-        )
+    longest, takes = row["seconds"][slowest], "take" if slowest == "collectives" else "takes"
+    if longest > computing:
+        said += f" Its {slowest} {takes} {longest:.2g} s a step, computation {computing:.2g} s: accumulate more"
+        said += " micro-batches or take larger ones."
     return said
 
 

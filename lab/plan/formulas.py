@@ -35,9 +35,10 @@ class Shape:
     root: float = 0  # parameters that stay gathered throughout: embeddings, if the head is tied to them
     last: float = 0  # parameters of a unit after the blocks: an untied head
     largest: float = 0  # parameters of the largest tensor outside of the blocks
-    trained: float | None = None  # None is all; this and the next two
+    trained: float | None = None  # None is all; this and the next three
     trained_block: float | None = None
     trained_root: float | None = None
+    trained_last: float | None = None
     active: float | None = None  # parameters that a token meets, of a mixture of experts; None is all
     width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
     vocabulary: int = 0
@@ -46,6 +47,7 @@ class Shape:
     cut: float = 0
     working: float = 0  # and that its backward takes besides, cut
     weights: float = 0  # elements of gradients of a block that are not yet in a bucket
+    sides: float = 0  # rows and columns of a block's matrices, added up: parameters of adapters for each of their rank
     measured: object = None  # `measured(batch, sequence, width, checkpoints)`, a `Measured`, if there is no formula
     blocks: tuple = ()  # of such a model: (parameters, of them trained) of each block
 
@@ -185,7 +187,7 @@ class Rank:
         return self.summed + (self.width if self.summed > self.width else 0)
 
     @property
-    def reduced(self):
+    def gradient_width(self):
         """Bytes of an element of a gradient that is sent."""
         return 4 if self.job.fp32_gradients else self.width
 
@@ -289,9 +291,9 @@ class Rank:
             receives /= 1 if way.engine == "stage0_ddp" else self.ranks
             in_flight = 0 if loss or way.engine in NO_SYNC else 2 if moment == BUCKETS else 1
             return receives + w * min(self.trained, in_flight * self.bucket)
-        receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last")) / self.ranks
+        receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last", True)) / self.ranks
         if loss or head:
-            ends = self._unit("root", True) or self._unit("last")
+            ends = self._unit("root", True) or self._unit("last", True)
             return receives + w * (self._kept + (0 if loss else ends))
         before = self._unit("block", False, max(0, number - 1)) if number else block  # gathered next
         codes = 0
@@ -354,8 +356,8 @@ class Rank:
         reduced, gathered = self.trained * (1 if way.engine in NO_SYNC else k), self.trained
         if way.engine in IN_UNITS:
             gathered = k * (2 * self.psi - self._kept)
-        gathered *= self.reduced if way.engine == "stage0_ddp" else w  # an all-reduce sends the mean, too
-        sent = (self.reduced * reduced + gathered) * (n - 1) / n
+        gathered *= self.gradient_width if way.engine == "stage0_ddp" else w  # an all-reduce sends the mean, too
+        sent = (self.gradient_width * reduced + gathered) * (n - 1) / n
         return sent, sent * (n > self.per_node)  # a ring leaves each node once
 
     def _sent_compressed(self, way):
@@ -366,7 +368,7 @@ class Rank:
         again = w * (p - 1) / p if second else first  # from the node's secondary shards, nothing leaves it
         repeated = k * (2 * psi - self._kept) - psi
         gathered, gathered_out = first * psi + again * repeated, first * (psi + (0 if second else repeated))
-        reduced = reduced_out = self.reduced * self.trained * (n - 1) / n
+        reduced = reduced_out = self.gradient_width * self.trained * (n - 1) / n
         if int4:  # in two hops: within the node, and the node's sums across
             code = (0.5 + SCALE) * self.trained
             reduced, reduced_out = code * ((p - 1) / p + (n / p - 1) / n), code * (n / p - 1) / (n / p)
@@ -403,5 +405,5 @@ class Rank:
         if shape.measured:
             return self._measured.flops / rate
         each = (shape.active or shape.parameters) + shape.layers * shape.width * self.sequence
-        passes = 8 if self.job.checkpoints else 6
+        passes = (8 if self.job.checkpoints else 6) - 2 * (1 - self.trained / self.psi)  # no gradient of what is frozen
         return passes * each * self.job.batch * self.sequence / (self.tensor * self.job.pipeline) / rate

@@ -172,7 +172,8 @@ def table(results):
     """The largest model for each engine and number of ranks."""
     sizes = list(dict.fromkeys(row["ranks"] for row in results["largest"]))
     found = {(row["way"], row["ranks"]): row["parameters"] for row in results["largest"]}
-    lines = [(way.title, *(f"{found[way.title, size] / 1e9:.1f}" for size in sizes)) for way in WAYS]
+    ways = dict.fromkeys(row["way"] for row in results["largest"])
+    lines = [(way, *(f"{found[way, size] / 1e9:.1f}" for size in sizes)) for way in ways]
     title = f"The largest GPT on {results['hardware']}, billions of parameters, by number of ranks; simulated"
     return Table(title, ("", *map(str, sizes)), lines, caption=said(results), note=said(results))
 

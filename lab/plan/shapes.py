@@ -5,6 +5,7 @@ import json
 import re
 import tomllib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,7 @@ def of_gpt(name, parameters, layers, width, vocabulary=VOCABULARY, sequence=SEQU
         cut=12 * width,
         working=4 * width,
         weights=5 * width**2,
+        sides=16 * width,
     )
 
 
@@ -122,7 +124,19 @@ def transformer(
         cut=2 * queries + 2 * values + 4 * (active if experts else 1) * ffn,
         working=2 * ffn,
         weights=hidden * ffn,
+        sides=4 * hidden + 2 * (queries + values) + 3 * max(1, experts) * (hidden + ffn),
     )
+
+
+def with_adapters(shape, rank):
+    """A frozen model of this shape; trained are adapters of a low rank beside each matrix of a block (LoRA)."""
+    if not shape.sides:
+        raise InputError(f"--lora: {shape.name} is not of a known shape; build the adapters into the model")
+    added = rank * shape.sides
+    frozen = {"trained_root": 0, "trained_last": 0, "largest": 0, "weights": added}
+    trained = {"trained": shape.layers * added, "trained_block": added, **frozen}
+    name, parameters = f"{shape.name} with adapters of rank {rank}", shape.parameters + shape.layers * added
+    return replace(shape, name=name, parameters=parameters, block=shape.block + added, **trained)
 
 
 def of_config(path):
@@ -168,6 +182,7 @@ def of_model(name):
         "trained": sum(unit.trained for unit in counts.values()),
         "trained_block": block.trained,
         "trained_root": root.trained,
+        "trained_last": max((unit.trained for unit in others), default=0),
     }
     if not isinstance(model, (GPT, Llama)) or isinstance(model, LoRAGPT):
         length = None if isinstance(model, Foreign) else tokens_of(model)

@@ -109,6 +109,12 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer_state():
     assert row["sent"] == 2 * 2 * trained * 7 / 8
 
 
+def test_adapters_have_the_parameters_that_the_zoos_have():
+    """LoRA of rank 4 beside the linear layers of gpt-nano's shape, 96 wide in 4 layers."""
+    by_shape = shapes.with_adapters(shapes.of_gpt("", 471_000, 4, 96), 4)
+    assert by_shape.trained == shapes.of_model("lora-nano").trained
+
+
 @pytest.mark.parametrize(
     ("world_size", "nodes", "per_node"), [(3, 1, 3), (5, 1, 5), (6, 1, 6), (7, 1, 7), (8, 1, 8), (12, 2, 8), (16, 2, 8)]
 )
