@@ -1,4 +1,4 @@
-"""A quiz explains every choice, folded in a page or asked in a terminal; an unknown quiz is refused in one line."""
+"""A quiz explains every choice, folded in a page or asked in a terminal."""
 
 import re
 from math import sqrt
@@ -79,9 +79,3 @@ def test_a_sheet_has_answers_where_they_are_asked_for(option, verdicts, capsys):
     printed = capsys.readouterr().out
     assert len(re.findall(r"^ +Right\.", printed, re.MULTILINE)) == verdicts
     assert all(" ".join(one["ask"].split()[:4]) in printed for one in quiz.questions_of("02_gradients"))
-
-
-def test_an_unknown_notebook_is_refused_with_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        quiz.main(["99_nothing"])
-    assert "02_gradients" in capsys.readouterr().err
