@@ -187,8 +187,8 @@ HELD = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 @asks(NUMBER)
 def held(formula, ranks, counted):
     """Hold `formula(stage, n)`, bytes for each parameter, against counted {stage: bytes for each parameter}."""
-    formulas = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
     for stage, found in counted.items():
-        for n, truth in ((ranks, found), (64, formulas[stage])):
+        whole, sharded = HELD[stage]
+        for n, truth in ((ranks, found), (64, whole + sharded / 64)):
             said = judged(f"held_in_16_bit_{stage}", formula(stage, n), truth, within=0.01, n=n)
             print(f"stage {stage} on {n} ranks: {said}")
