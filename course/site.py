@@ -25,15 +25,10 @@ def main(arguments=None):
         recorded = recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
         about = described(recorded)
         (out / "explorer.html").write_text(explorer(recorded, about))
-        (out / "index.html").write_text(index(about))
+        body = Path(__file__).with_suffix(".html").read_text().strip().format(about=inline(about), explorer=TITLE)
+        (out / "index.html").write_text(render("document.html", title="ZeRO, stage by stage", body=body))
         for path in (out / "index.html", out / "explorer.html", *write(out / "lessons", INCREMENTS, recorded)):
             print(path)
-
-
-def index(about):
-    """The page that leads to the others."""
-    body = Path(__file__).with_suffix(".html").read_text().strip().format(about=inline(about), explorer=TITLE)
-    return render("document.html", title="ZeRO, stage by stage", body=body)
 
 
 if __name__ == "__main__":
