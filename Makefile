@@ -8,8 +8,6 @@
 # make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. It
 #                 writes gpu-check.md, a page to post. PYTHON=python3
 # make papers     run the papers' numbers: each beside what the engines count
-# make soak       kill runs of every engine at random moments, 50 times each, to
-#                 see that they go on to the same bits; some 40 minutes
 # make scores     hold other libraries to the suite, in about half an hour; writes
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
@@ -45,7 +43,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp museum simulated words
 
-.PHONY: help demo notebooks site slides student infinity test test-gpu gpu-check test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks site slides student infinity test test-gpu gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -80,9 +78,6 @@ test-gpu:
 
 gpu-check:
 	$(PYTHON) -m lab.gpu_check
-
-soak: $(INSTALLED)
-	$(BIN)/python tests/tools/soak.py
 
 papers: $(INSTALLED)
 	PYTHONPATH=.:tests/papers $(BIN)/python tests/papers/ledger.py
