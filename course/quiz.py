@@ -104,14 +104,10 @@ def show_question(console, number, question, answers):
     for place, choice in enumerate(question["choice"], start=1):
         console.print(Padding(escape(f"{place}  {choice['say'].strip()}"), (0, 0, 0, 3)))
         if answers:
-            show_verdict(console, choice)
+            right = choice.get("right", False)
+            text = f"[{'green' if right else 'yellow'}]{VERDICTS[right]}[/] {escape(choice['why'].strip())}"
+            console.print(Padding(text, (0, 0, 1, 6)))
     console.print()
-
-
-def show_verdict(console, choice):
-    right = choice.get("right", False)
-    text = f"[{'green' if right else 'yellow'}]{VERDICTS[right]}[/] {escape(choice['why'].strip())}"
-    console.print(Padding(text, (0, 0, 1, 6)))
 
 
 if __name__ == "__main__":
