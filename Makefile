@@ -60,6 +60,7 @@ site: $(INSTALLED)
 	$(BIN)/python -m course.site --out $(RESULTS)/site
 
 slides: $(INSTALLED)
+	mkdir -p $(RESULTS)
 	$(BIN)/python -m course.slides --out $(RESULTS)/slides.html
 
 student: $(INSTALLED)

@@ -11,9 +11,9 @@ import html
 import random
 import re
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from IPython.display import HTML
 from jinja2 import Template
 from rich.console import Console
 from rich.markup import escape
@@ -71,18 +71,7 @@ def quiz(name):
     Raises:
         InputError: see `questions_of`.
     """
-    return Quiz(name, page(questions_of(name)))
-
-
-@dataclass(frozen=True)
-class Quiz:
-    """A quiz as a page; what has no HTML shows its name."""
-
-    name: str
-    html: str = field(repr=False)
-
-    def _repr_html_(self):
-        return self.html
+    return HTML(page(questions_of(name)))
 
 
 def page(questions):

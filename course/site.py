@@ -8,7 +8,7 @@ from pathlib import Path
 from common.outputs import one_line_errors, parser_of, try_folder, written
 from course.explorer.page import TITLE, explorer
 from course.lessons import recording
-from course.lessons.increments import INCREMENTS, described, write
+from course.lessons.page import INCREMENTS, described, write
 from course.lessons.templates import inline, render
 
 

@@ -1,8 +1,6 @@
 """`python -m course.slides`: write the deck for a lecture of 90 minutes into one HTML file."""
 
-from pathlib import Path
-
-from common.outputs import check_clone, check_output, one_line_errors, parser_of, write_text, written
+from common.outputs import check_clone, check_output, one_line_errors, parser_of, write_text
 from course.lessons import recording
 from course.slides.numbers import STAGES
 from course.slides.page import document, slides
@@ -15,8 +13,6 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         check_clone("results/scores")
-        with written(options.out):
-            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         check_output("--out", options.out)
         write_text(options.out, document(slides(recording.record_all(STAGES))))
         print(options.out)

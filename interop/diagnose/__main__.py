@@ -26,7 +26,7 @@ from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
-from common.ranks.world import LocalWorld, RankFailed, check_size, torchrun_env
+from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.train import default_nproc
 from interop.diagnose import causes
 from interop.diagnose.comparing import Comparison
@@ -56,8 +56,6 @@ def main(arguments=None):
     with one_line_errors():
         options = asked(parser, arguments)
         check_counts(options, "steps", "timeout")
-        if torchrun_env() is not None:
-            raise InputError("diagnose starts ranks of its own, run after run: start it by python -m, not by torchrun")
         check_size(options.nproc, options.oversubscribe)
         names = options.engines.split(",")
         check(options.target, [options.against, *names])

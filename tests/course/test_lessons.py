@@ -18,8 +18,7 @@ from training import train_step as train_one_step
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes, recording
 from course.lessons.events import Recorder
-from course.lessons.increments import INCREMENTS, file_of, write
-from course.lessons.page import inline
+from course.lessons.page import INCREMENTS, file_of, inline, write
 from course.lessons.sentences import moments, sentence
 from course.lessons.sources import Source
 
