@@ -28,12 +28,14 @@ from common.outputs import one_line_errors, parser_of, write_text
 from common.tiers.accounting import STATES
 from course.pages.answers import hints_of, is_number, judge
 from course.pages.scaling import ways
-from lab.plan.__main__ import ADVISED, USABLE, of_size
+from lab.plan.__main__ import ADVISED, USABLE
 from lab.plan.formulas import SWITCHES, WAYS
+from lab.plan.shapes import of_size
 from lab.simulate.hardware import PRESETS
 from lab.simulate.world import Setting, batch_of, engine_of, simulated_world
 
 OPEN = "?"
+DRAWN = ("a100-80g", "h100-80g", "h200-141g", "v100-32g")  # presets
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -212,7 +214,7 @@ def now(timeline):
 
 def links(draw):
     """A machine whose links are slow, by the planner's time."""
-    gpu = PRESETS[draw.choice(sorted(PRESETS))]
+    gpu = PRESETS[draw.choice(DRAWN)]
     per_node, nodes = draw.choice((4, 8)), draw.choice((4, 8, 16))
     gpu = replace(gpu, between=draw.choice((3.125, 6.25, 12.5, 25)) * 1e9, ranks_per_node=per_node)
     shape, way = of_size(draw.choice(("1.5e9", "7e9", "13e9", "30e9"))), WAYS[draw.choice((1, 2, 3))]
@@ -229,7 +231,8 @@ def links(draw):
         "tokens": least,
     }
     drawn = {"nodes": nodes, "per_node": per_node, "ranks": ranks, "part": 1 - 1 / ranks, "tokens": tokens}
-    model = {"psi": shape.parameters, "kept": (shape.parameters - shape.rest) / shape.layers + shape.rest}
+    model = {"psi": shape.parameters, "kept": shape.block + shape.root}
+    model["attention"] = shape.layers * shape.width * shape.sequence
     how = {"way": way.title, "third": way.engine == "stage3_param", "operations": 8 if checkpoints else 6}
     how["checkpointing"] = "with" if checkpoints else "without"
     rates = {"gpu": gpu, "rate": gpu.flops[2] * gpu.fraction, "peak": gpu.flops[2] / 1e12}
@@ -248,12 +251,12 @@ def machine(draw):
     obvious = draw.choice((False, True))  # the fastest links are the best offer
     off = draw.choice((None, *SWITCHES))
     while True:
-        gpu, ranks = PRESETS[draw.choice(sorted(PRESETS))], draw.choice((16, 32))
+        gpu, ranks = PRESETS[draw.choice(DRAWN)], draw.choice((16, 32))
         psi, samples = draw.choice(("3e9", "7e9", "13e9", "20e9", "30e9", "70e9", "175e9")), draw.choice((1, 4, 8))
         rates, sizes = draw.sample((3.125, 6.25, 12.5, 25, 50, 100), 3), draw.sample((2, 4, 8, 16), 3)
         offers, rows = dict(zip("ABC", zip(sizes, rates, strict=True), strict=True)), {}
         for offer, (per_node, rate) in offers.items():
-            at, own = replace(gpu, between=rate * 1e9, ranks_per_node=per_node), [f"{off}=False"] if off else []
+            at, own = gpu.node_of(per_node, between=rate * 1e9), [f"{off}=False"] if off else []
             for title, row in ways(of_size(psi), at, ranks, batch=samples, own=own).items():
                 row["takes"] = max(row["computes"], *row["seconds"].values())
                 rows[offer, title] = row
@@ -285,13 +288,16 @@ def machine(draw):
         f"    {key}  nodes of {p}, which send {rate:g} GB a second each" for key, (p, rate) in offers.items()
     )
     beside = "\n".join(
-        f"    {title:27} {(row['transient'] + row['activations']) / 1e9:.3g} GB"
+        f"    {title:31}  {(row['transient'] + row['activations']) / 1e9:.3g} GB"
         for (key, title), row in rows.items()
         if key == offer
     )
     drawn = {"ranks": ranks, "psi": float(psi), "tokens": 2048 * samples, "offers": listed, "beside": beside}
-    sizes = {"usable": USABLE, "holds": gpu.holds / 1e9, "host": gpu.host_holds / 1e9}
-    rates = {"inside": gpu.inside / 1e9, "bus": gpu.bus / 1e9, "disk": gpu.disk / 1e9}
+    part = gpu.shared_by(gpu.ranks_per_node)
+    sizes = {"usable": USABLE, "holds": gpu.holds / 1e9, "host": part.host_holds / 1e9}
+    rates = {"inside": gpu.inside / 1e9, "bus": part.bus / 1e9, "disk": part.disk / 1e9}
+    shape = of_size(psi)
+    rates["attention"] = shape.layers * shape.width * shape.sequence
     rates["reached"] = gpu.flops[2] * gpu.fraction / 1e12
     words = {"ladder": ", ".join(f'"{names[number]}"' for number in ADVISED), "last": names[4]}
     words["switches"] = ", ".join(told[switch == off] for switch, told in said["switches"].items())

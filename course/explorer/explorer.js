@@ -12,21 +12,30 @@ const SLIDERS = [
   },
   { key: "per_node", said: "GPUs in a node", stops: stops(1, 2, 4, 8, 16) },
   { key: "batch", said: "Samples of a micro-batch", stops: stops(1, 2, 4, 8, 16, 32, 64, 128) },
+  { key: "accumulate", said: "Micro-batches of a step", stops: stops(1, 2, 4, 8, 16, 32, 64) },
   { key: "seq", said: "Tokens of a sample", stops: stops(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) },
   { key: "tensor", said: "Tensor-parallel degree", stops: stops(1, 2, 4, 8) },
   { key: "pipeline", said: "Pipeline-parallel degree", stops: stops(1, 2, 4, 8, 12, 16, 35) },
 ];
 const CHOICES = [
+  {
+    key: "model", said: "Model",
+    options: [["", "a GPT of so many parameters"], ...Object.keys(PLAN.shapes).map((name) => [name, name])],
+  },
   { key: "gpu", said: "GPU", options: Object.entries(PLAN.gpus).map(([name, gpu]) => [name, gpu.name]) },
   { key: "precision", said: "Precision", options: Object.keys(PLAN.widths).map((name) => [name, name]) },
 ];
 const CHECKS = [
   { key: "checkpoints", said: "Activation checkpoints", place: "choices" },
+  { key: "offload_activations", said: "which go to the host", place: "choices" },
+  { key: "fused_loss", said: "A loss that keeps no logits", place: "choices" },
+  { key: "sequence_parallel", said: "Sequence parallelism, with tensor", place: "choices" },
   ...["qwZ", "hpZ", "qgZ"].map((said, number) => ({ key: PLAN.switches[number], said, place: "switches" })),
 ];
 const USUAL = {
   model: "", params: 7.5e9, gpu: "v100-32g", world_size: 64, per_node: 16, batch: 1, seq: 2048, tensor: 1, pipeline: 1,
-  precision: "bf16", checkpoints: true, way: 0, ...Object.fromEntries(PLAN.switches.map((name) => [name, true])),
+  accumulate: 1, precision: "bf16", checkpoints: true, offload_activations: false, fused_loss: false,
+  sequence_parallel: false, way: 0, ...Object.fromEntries(PLAN.switches.map((name) => [name, true])),
 };
 let setting = { ...USUAL };
 
@@ -39,7 +48,7 @@ function fromAddress() {
   for (const [key, usual] of Object.entries(USUAL)) {
     if (!given.has(key)) continue;
     const text = given.get(key);
-    if (typeof usual === "boolean") found[key] = text !== "false";
+    if (typeof usual === "boolean") found[key] = text === "true" || (text !== "false" && usual);
     else if (typeof usual === "number") found[key] = Math.max(key === "way" ? 0 : 1, Number(text) || usual);
     else found[key] = text;
   }
@@ -64,7 +73,11 @@ function command() {
   for (const [name, number] of Object.entries(numbers)) parts.push(`--${name} ${number}`);
   for (const name of ["tensor", "pipeline"]) if (setting[name] > 1) parts.push(`--${name} ${setting[name]}`);
   if (setting.precision !== "bf16") parts.push(`--precision ${setting.precision}`);
+  if (setting.accumulate > 1) parts.push(`--accumulate ${setting.accumulate}`);
   if (!setting.checkpoints) parts.push("--no-checkpoints");
+  if (setting.checkpoints && setting.offload_activations) parts.push("--offload-activations");
+  if (setting.fused_loss) parts.push("--fused-loss");
+  if (setting.sequence_parallel) parts.push("--sequence-parallel");
   for (const name of PLAN.switches) if (!setting[name]) parts.push(`--with ${name}=False`);
   return parts.join(" ");
 }
@@ -76,7 +89,7 @@ function change(some) {
 }
 
 // Runs from papers, each with its whole setting and its stage.
-const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(([model, gpu, world_size, tensor, pipeline, engine]) => {
+const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(({ model, gpu, world_size, tensor, pipeline, engine }) => {
   const way = PLAN.ways.findLastIndex((one) => one.engine === engine); // Infinity's with its disk
   const { sequence: seq } = PLAN.shapes[model];
   const per_node = PLAN.gpus[gpu].ranks_per_node;
@@ -152,10 +165,10 @@ function show() {
     ["crosses its bus", row.bus, "host"],
     ["from and to disk", row.disk_moved, "disk"],
   ], most, amount);
-  const computing = found.compute_seconds;
+  const computing = setting.accumulate * found.compute_seconds;
   const slowest = Math.max(...rows.map((one) => one.seconds.collectives), computing, row.seconds.bus, row.seconds.disk);
   bars("times", [
-    ["computing a micro-batch", computing, "compute"],
+    ["computing", computing, "compute"],
     ["collectives", row.seconds.collectives, "wire"],
     ["bus", row.seconds.bus, "host"],
     ["disk", row.seconds.disk, "disk"],
@@ -180,7 +193,7 @@ function showWay(row, number, gpu, budget) {
   track.setAttribute("aria-label", `${said.join(", ")}; the GPU has ${amount(gpu.holds)}`);
   way.querySelector("input").checked = number === setting.way;
   way.querySelector(".total").textContent = amount(row.device);
-  way.querySelector(".fits").textContent = row.fits ? "fits" : `${full(row, gpu, budget)} full`;
+  way.querySelector(".fits").textContent = row.fits ? "fits" : row.refused ? "refused" : `${full(row, gpu, budget)} full`;
   way.querySelector(".fits").classList.toggle("no", !row.fits);
 }
 
@@ -197,25 +210,20 @@ function bars(id, rows, most, words) {
   }));
 }
 
-function sentence(row, { rows, rank, budget, advised, compute_seconds: computing }) {
+function sentence(row, { rows, rank, budget, advised, compute_seconds }) {
+  const computing = setting.accumulate * compute_seconds;
   const states = row.states.parameters + row.states.gradients + row.states.optimizer;
   const room = { GPU: `the ${amount(budget)} to plan with`, host: "its part of the host", disk: "its part of the disks" };
   const said = [`${capital(row.way)}: ${states ? `${amount(states)} of` : "no"} model states on the GPU, ` +
-    `${amount(row.device)} in all. ${row.fits ? "It fits." : `It does not fit into ${room[full(row, rank.gpu, budget)]}.`}`];
+    `${amount(row.device)} in all. ${row.fits ? "It fits." : row.refused ?? `It does not fit into ${room[full(row, rank.gpu, budget)]}.`}`];
   if (advised === undefined) said.push("Nothing fits: take more GPUs, a tensor-parallel degree or shorter samples.");
   else if (rows[advised] !== row) said.push(`The lowest that fits is ${rows[advised].way}.`);
   else said.push("It is the lowest that fits.");
   const [name, seconds] = Object.entries(row.seconds).sort((one, other) => other[1] - one[1])[0];
   said.push(seconds > computing
-    ? `${capital(name)} ${name === "collectives" ? "take" : "takes"} longer than computing, ${duration(seconds)} against ${duration(computing)}: accumulate ${Math.ceil(seconds / computing)} micro-batches or take larger ones.`
+    ? `${capital(name)} ${name === "collectives" ? "take" : "takes"} longer than computing, ${duration(seconds)} against ${duration(computing)}: accumulate more micro-batches or take larger ones.`
     : `Computing takes longest, ${duration(computing)}.`);
   return said.join(" ");
-}
-
-// The first limit that a row exceeds.
-function full(row, gpu, budget) {
-  if (row.device > budget) return "GPU";
-  return row.host > gpu.host_holds ? "host" : "disk";
 }
 
 function capital(text) {
@@ -264,7 +272,12 @@ function build() {
     const list = options.map(([value, name]) => `<option value="${value}">${name}</option>`);
     const choice = make("label", "choice wide", `${said} <select id="${key}">${list.join("")}</select>`);
     choice.querySelector("select").addEventListener("change", ({ target }) => {
-      change({ [key]: target.value, ...(key === "gpu" && { per_node: PLAN.gpus[target.value].ranks_per_node }) });
+      const { value } = target;
+      change({
+        [key]: value,
+        ...(key === "gpu" && { per_node: PLAN.gpus[value].ranks_per_node }),
+        ...(key === "model" && value && { seq: PLAN.shapes[value].sequence }),
+      });
     });
     at("choices").append(choice);
   }

@@ -1,6 +1,8 @@
 // lab/plan in JavaScript, name by name: what a rank holds, sends and moves. A test holds both to the same figures.
 
 const PLAN = JSON.parse(document.getElementById("plan").textContent);
+const [LOSS, HEAD, BLOCK, BUCKETS] = PLAN.moments;
+const STATES = ["parameters", "gradients", "optimizer"];
 
 // The rows of lab.plan for `setting`; {refused} says why there are none.
 function figures(setting) {
@@ -8,29 +10,28 @@ function figures(setting) {
   if (setting.world_size % degree) {
     return { refused: `Tensor × pipeline, ${degree}, does not divide ${setting.world_size} GPUs: choose other degrees.` };
   }
-  const gpu = PLAN.gpus[setting.gpu];
-  const ranks = setting.world_size / degree;
-  const rank = new Rank({
-    shape: setting.model ? PLAN.shapes[setting.model] : ofSize(setting.params),
-    gpu,
-    ranks,
-    perNode: gcd(ranks, Math.max(1, Math.floor(setting.per_node / degree))),
-    tensor: setting.tensor,
-    pipeline: setting.pipeline,
-    width: PLAN.widths[setting.precision],
-    batch: setting.batch,
-    sequence: setting.seq,
-    checkpoints: setting.checkpoints,
-  });
-  const budget = PLAN.usable * gpu.holds;
+  const shape = setting.model ? PLAN.shapes[setting.model] : ofSize(setting.params);
+  const machine = PLAN.gpus[setting.gpu];
+  const offload_activations = setting.checkpoints && setting.offload_activations;
+  const rank = new Rank(shape, machine, { ...setting, offload_activations, width: PLAN.widths[setting.precision] });
+  const budget = PLAN.usable * machine.holds;
   const switches = Object.fromEntries(PLAN.switches.map((name) => [name, setting[name]]));
   const rows = PLAN.ways.map((way) => {
     const row = rank.row(way.engine === "zeropp" ? { ...way, own: switches } : way);
-    row.fits = row.device <= budget && row.host <= gpu.host_holds && row.disk <= gpu.disk_holds;
+    const uneven = way.engine === "zeropp" && rank.ranks % rank.perNode;
+    row.refused = uneven ? `ZeRO++ needs nodes of equal size: ${rank.perNode} does not divide ${rank.ranks}.` : null;
+    row.fits = !uneven && row.device <= budget && !full(row, rank.gpu, budget);
     return row;
   });
   const advised = PLAN.advised.find((number) => rows[number].fits);
   return { rank, rows, budget, compute_seconds: rank.computeSeconds(), advised };
+}
+
+// The first limit that a row exceeds; undefined if it fits.
+function full(row, gpu, budget) {
+  if (row.device > budget) return "GPU";
+  if (row.host > PLAN.usable * gpu.host_holds) return "host";
+  return row.disk > PLAN.usable * gpu.disk_holds ? "disk" : undefined;
 }
 
 // A GPT with so many parameters, `aspect` times as wide as it is deep.
@@ -38,56 +39,88 @@ function ofSize(parameters) {
   const { aspect, vocabulary, sequence } = PLAN;
   const layers = Math.max(1, Math.round((parameters / (12 * aspect ** 2)) ** (1 / 3)));
   const width = Math.max(1, Math.round((parameters / (12 * layers)) ** 0.5));
-  return { parameters, layers, rest: vocabulary * width, width, vocabulary, sequence };
+  const root = vocabulary * width;
+  return {
+    parameters, layers, block: (parameters - root) / layers, root, last: 0, largest: root, width, vocabulary, sequence,
+    whole: 4 * width, cut: 12 * width, working: 4 * width, weights: 5 * width ** 2,
+  };
 }
 
-function gcd(one, other) {
-  return other ? gcd(other, one % other) : one;
+// A rank's part, if so many GPUs of a node are in use, of what a node has once.
+function sharedBy(machine, gpus) {
+  const parts = ["disk", "host_memory", "host_holds", "disk_holds"].map((name) => [name, machine[name] / gpus]);
+  const buses = machine.buses ?? Infinity;
+  return { ...machine, bus: machine.bus * Math.min(1, buses / gpus), ...Object.fromEntries(parts) };
+}
+
+// Where a way keeps each state: "device", "cpu" or "nvme".
+function tiersOf(way) {
+  const tiers = way.own.tiers ?? "device";
+  return typeof tiers === "string" ? Object.fromEntries(STATES.map((state) => [state, tiers])) : tiers;
 }
 
 class Rank {
-  constructor(about) {
-    Object.assign(this, about);
-    this.psi = this.shape.parameters / (this.tensor * this.pipeline);
-    this.master = this.width === 2 ? 12 : 8; // the fp32 weight and Adam's two moments; in fp32 the weight is there
-    this.rest = this.shape.rest / this.tensor;
-    this.block = (this.shape.parameters - this.shape.rest) / this.shape.layers / this.tensor;
-    this.kept = this.block + this.rest; // stays gathered between forward and backward
+  constructor(shape, machine, job) {
+    const { tensor, pipeline } = job;
+    const degree = tensor * pipeline;
+    const used = Math.min(job.per_node, job.world_size); // GPUs of a node
+    this.ranks = job.world_size / degree;
+    this.perNode = Math.min(this.ranks, Math.max(1, Math.floor(used / degree)));
+    this.rings = Math.max(1, Math.floor(used / this.perNode));
+    this.gpu = sharedBy(machine, used);
+    Object.assign(this, { shape, job, tensor, width: job.width, sequence: job.seq });
+    this.psi = shape.parameters / degree;
+    this.master = 8 + (this.width === 2 ? 4 : 0); // Adam's two moments; in 16-bit an fp32 weight too
+    this.summed = job.accumulate > 1 ? 4 : this.width; // sums over micro-batches are in fp32
+    this.bucket = Math.min(this.psi, Math.max(PLAN.bucket, shape.largest / tensor));
+    [this.block, this.root, this.last] = [shape.block, shape.root, shape.last].map((count) => count / tensor);
+    this.kept = this.root + (this.last || this.block); // stays gathered between forward and backward
   }
 
   row(way) {
-    const [states, host, disk] = this.states(way);
+    const { gpu, job } = this;
+    const [states, onHost, disk] = this.states(way);
     const [sent, sent_by_node] = this.sent(way);
-    const [bus, disk_moved] = this.moved(way);
-    const [transient, activations] = [this.transient(way), this.activations()];
+    const [moved, disk_moved] = this.moved(way);
+    const host = onHost + this.offloaded();
+    const bus = moved + 2 * job.accumulate * this.offloaded();
+    const moments = PLAN.moments.map((moment) => [moment, this.transient(way, moment), this.activations(moment)]);
+    const [moment, transient, activations] = moments.reduce((worst, one) => (one[1] + one[2] > worst[1] + worst[2] ? one : worst));
+    const seconds = {
+      collectives: Math.max(sent / gpu.inside, (this.rings * sent_by_node) / gpu.between),
+      bus: bus / gpu.bus,
+      disk: disk_moved ? disk_moved / gpu.disk : 0,
+    };
+    const steps = way.engine.startsWith("offload"); // on the host
+    const stepping = steps ? (PLAN.stepped * this.psi) / this.ranks / gpu.host_memory : 0;
     return {
-      ...way, states, host, disk, transient, activations, sent, sent_by_node, bus, disk_moved,
+      ...way, states, host, disk, moment, transient, activations, sent, sent_by_node, bus, disk_moved, seconds,
       device: states.parameters + states.gradients + states.optimizer + transient + activations,
-      seconds: {
-        collectives: Math.max(sent / this.gpu.inside, sent_by_node / this.gpu.between),
-        bus: bus / this.gpu.bus,
-        disk: disk_moved / this.gpu.disk,
-      },
+      step_seconds: Math.max(job.accumulate * this.computeSeconds(), ...Object.values(seconds)) + stepping,
     };
   }
 
   // Bytes of model states: on the device by class, on the host, on disk.
   states(way) {
-    const { width: w, ranks: n, master: m, psi } = this;
+    const { width: w, ranks: n, master: m, summed: g, psi } = this;
     const second = this.switches(way).second ? w / this.perNode : 0;
-    const [parameters, gradients, optimizer] = {
+    const held = {
       stage0_ddp: [w, w, m],
       stage1_os: [w, w, m / n],
-      stage2_grad: [w, w / n, m / n],
-      stage3_param: [w / n, w / n, m / n],
-      zeropp: [w / n + second, w / n, m / n],
+      stage2_grad: [w, g / n, m / n],
+      stage3_param: [w / n, g / n, m / n],
+      zeropp: [w / n + second, g / n, m / n],
       offload: [w, 0, 0],
-      "offload.nvme": [0, 0, 0],
+      "offload.nvme": [w / n, g / n, m / n],
     }[way.engine];
-    const device = { parameters: parameters * psi, gradients: gradients * psi, optimizer: optimizer * psi };
-    if (way.engine === "offload") return [device, ((w + 12) / n) * psi, 0];
-    const beside = way.engine === "offload.nvme" ? ((2 * w + m) / n) * psi : 0;
-    return way.own.tiers === "nvme" ? [device, 0, beside] : [device, beside, 0];
+    const tiers = tiersOf(way);
+    const beside = g + (g > w ? w : 0); // on host or disk a 16-bit mean stays beside the sum
+    if (tiers.gradients !== "device") held[1] = beside / n;
+    if (w === 4 && tiers.parameters !== tiers.optimizer) held[2] += 4 / n;
+    const on = (tier) => STATES.map((state, number) => (tiers[state] === tier ? held[number] * psi : 0));
+    const [parameters, gradients, optimizer] = on("device");
+    const [host, disk] = ["cpu", "nvme"].map((tier) => on(tier).reduce((sum, count) => sum + count));
+    return [{ parameters, gradients, optimizer }, way.engine === "offload" ? ((beside + 12) / n) * psi : host, disk];
   }
 
   // Which of ZeRO++'s three are on. Within one node a secondary shard would be the first, so there is none.
@@ -96,43 +129,71 @@ class Rank {
     return { int8, second: second && this.ranks > this.perNode, int4 };
   }
 
-  // Bytes that come and go within a step: buckets in flight, or units that are gathered and their gradients.
-  transient(way) {
-    if (["stage0_ddp", "stage1_os"].includes(way.engine)) return 0;
-    if (["stage2_grad", "offload"].includes(way.engine)) {
-      return 2 * this.width * Math.min(this.psi, Math.max(PLAN.bucket, this.rest));
+  // Bytes in flight at a moment: gathered units, buckets of gradients, and the buffer that receives a mean.
+  transient(way, moment) {
+    const { width: w, ranks: n, block, root, last, bucket, psi } = this;
+    const unit = block + root;
+    const onDevice = w === 2 && !way.engine.startsWith("offload");
+    if (!PLAN.in_units.includes(way.engine)) {
+      const receives = onDevice ? (4 * bucket) / (way.engine === "stage0_ddp" ? 1 : n) : 0;
+      const inFlight = moment === LOSS || PLAN.no_sync.includes(way.engine) ? 0 : moment === BUCKETS ? 2 : 1;
+      return receives + w * Math.min(psi, inFlight * bucket);
     }
-    return this.width * (2 * this.block + this.rest + this.block + this.rest);
+    const receives = onDevice ? (4 * Math.max(unit, last)) / n : 0;
+    if (moment === LOSS || moment === HEAD) return receives + w * (this.kept + (moment === LOSS ? 0 : root || last));
+    const codes = way.engine === "zeropp" ? this.codesInFlight(way) * block : 0;
+    return receives + w * (root + 2 * block + unit) + codes;
   }
 
-  // Bytes of activations at their peak.
-  activations() {
-    const { width: w, tensor, shape } = this;
-    const tokens = this.batch * this.sequence;
-    const layers = shape.layers / this.pipeline;
-    const inputs = w * shape.width * tokens;
-    const inside = ((PLAN.block * w) / 2) * shape.width * tokens;
-    const logits = (PLAN.logit * shape.vocabulary * tokens) / tensor;
-    if (!this.checkpoints) return (layers * inside) / tensor + logits;
-    return layers * inputs + Math.max(inside / tensor, logits);
+  // For each parameter of a block, bytes that ZeRO++ sends and receives: codes of the next block, and of a gradient.
+  codesInFlight(way) {
+    const { int8, second, int4 } = this.switches(way);
+    const [code, n, p] = [0.5 + PLAN.scale, this.ranks, this.perNode];
+    const gathered = int8 && !second ? (1 + PLAN.scale) * (1 + 1 / n) : 0;
+    return gathered + (int4 ? 2 * code + 4 / n + (n > p ? (2 * code) / p + 4 / p : 0) : 0);
   }
 
-  // Bytes that a rank sends in a step, and that all ranks of a node send out of it.
+  // Bytes of activations at a moment, and of gradients that are in no bucket yet.
+  activations(moment) {
+    const { width: w, tensor: t, shape, job } = this;
+    const tokens = job.batch * this.sequence;
+    const split = job.sequence_parallel ? t : 1;
+    const inputs = ((w * shape.width) / split) * tokens;
+    const inside = w * (shape.whole / split + shape.cut / t) * tokens;
+    let kept = job.offload_activations ? 0 : shape.layers * (job.checkpoints ? inputs : inside);
+    const ends = kept / job.pipeline + 2 * inputs;
+    const logits = job.fused_loss ? 0 : (shape.vocabulary * tokens) / t;
+    if (moment === LOSS) return ends + PLAN.logit * logits;
+    if (moment === HEAD) return ends + w * (logits + (shape.vocabulary * shape.width) / t);
+    if (moment === BUCKETS) kept *= 1 - this.bucket / this.psi; // what backward has gone through is freed
+    const again = job.checkpoints ? inside - inputs : 0;
+    return kept + again + inputs + (w * (shape.working * tokens + shape.weights)) / t;
+  }
+
+  // Bytes that checkpoints keep on the host.
+  offloaded() {
+    const { width: w, tensor, shape, job } = this;
+    if (!job.offload_activations) return 0;
+    return ((shape.layers * w * shape.width) / (job.sequence_parallel ? tensor : 1)) * job.batch * this.sequence;
+  }
+
+  // Bytes that a rank sends in a step, and that its data-parallel group sends out of its node.
   sent(way) {
     if (way.engine === "zeropp") return this.sentCompressed(way);
-    const { width: w, ranks: n, psi } = this;
-    const third = ["stage3_param", "offload.nvme"].includes(way.engine) ? psi - this.kept : 0;
-    const sent = (w * (2 * psi + third) * (n - 1)) / n;
+    const { width: w, ranks: n, psi, job } = this;
+    const reduced = psi * (PLAN.no_sync.includes(way.engine) ? 1 : job.accumulate);
+    const gathered = PLAN.in_units.includes(way.engine) ? job.accumulate * (2 * psi - this.kept) : psi;
+    const sent = (w * (reduced + gathered) * (n - 1)) / n;
     return [sent, n > this.perNode ? sent : 0]; // a ring leaves each node once
   }
 
   sentCompressed(way) {
-    const { width: w, ranks: n, perNode: p, psi } = this;
+    const { width: w, ranks: n, perNode: p, psi, job } = this;
     const { int8, second, int4 } = this.switches(way);
     const first = ((int8 ? 1 + PLAN.scale : w) * (n - 1)) / n;
     const again = second ? (w * (p - 1)) / p : first; // from the node's secondary shards, nothing leaves it
-    const gathered = first * psi + again * (psi - this.kept);
-    const gatheredOut = second ? first * psi : gathered;
+    const repeated = job.accumulate * (2 * psi - this.kept) - psi;
+    const gatheredOut = first * (psi + (second ? 0 : repeated));
     let reduced = (w * psi * (n - 1)) / n;
     let reducedOut = reduced;
     if (int4) { // in two hops: within the node, and the node's sums across
@@ -140,24 +201,33 @@ class Rank {
       reduced = code * ((p - 1) / p + (nodes - 1) / n);
       reducedOut = (code * (nodes - 1)) / nodes;
     }
-    return [gathered + reduced, n > p ? gatheredOut + reducedOut : 0];
+    const sent = first * psi + again * repeated + job.accumulate * reduced;
+    return [sent, n > p ? gatheredOut + job.accumulate * reducedOut : 0];
   }
 
   // Bytes over the bus in a step, and those that the disk reads and writes.
   moved(way) {
-    const w = this.width;
-    const [shard, kept] = [this.psi / this.ranks, this.kept / this.ranks];
-    if (way.engine === "offload") return [2 * w * shard, 0]; // gradients down, parameters up
+    const [w, g, k] = [this.width, this.summed, this.job.accumulate];
+    const shard = this.psi / this.ranks;
+    if (way.engine === "offload") return [(k + 1) * w * shard, 0]; // gradients to the host, parameters to the device
     if (way.engine !== "offload.nvme") return [0, 0];
-    const bus = w * (3 * shard - kept); // up before forward and before backward, gradients down
-    if (way.own.tiers !== "nvme") return [bus, 0];
-    const read = w * (3 * shard - kept) + 12 * shard; // for forward and backward; what is stepped
-    return [bus, read + (2 * w + this.master) * shard];
+    const { parameters, gradients, optimizer } = tiersOf(way);
+    const gathers = w * k * (2 * shard - this.kept / this.ranks);
+    let bus = (parameters !== "device" ? gathers : 0) + (gradients !== "device" ? k * w * shard : 0);
+    for (const [tier, size] of [[gradients, g], [parameters, w]]) {
+      if ((tier === "device") !== (optimizer === "device")) bus += size * shard;
+    }
+    let disk = parameters === "nvme" ? gathers + w * shard : 0;
+    if (gradients === "nvme") disk += 2 * (w + 4 * (k - 1)) * shard; // sums are in fp32
+    if (optimizer === "nvme") disk += 2 * 12 * shard;
+    return [bus, disk];
   }
 
-  // Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints.
+  // Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints, and attention.
   computeSeconds() {
-    const operations = (this.checkpoints ? 8 : 6) * this.psi * this.batch * this.sequence;
+    const { shape, job } = this;
+    const each = (shape.active ?? shape.parameters) + shape.layers * shape.width * this.sequence;
+    const operations = ((job.checkpoints ? 8 : 6) * each * job.batch * this.sequence) / (job.tensor * job.pipeline);
     return operations / (this.gpu.flops[this.width] * this.gpu.fraction);
   }
 }

@@ -9,7 +9,7 @@ from course.lessons.sources import Source
 from course.lessons.templates import PARTS, inline, render
 from lab.figures.style import DISK_COLOR, HOST_COLOR
 from lab.plan import __main__ as plan
-from lab.plan import formulas
+from lab.plan import formulas, shapes
 from lab.simulate.hardware import PRESETS
 
 HERE = Path(__file__).parent
@@ -39,12 +39,19 @@ def explorer(recorded, about):
 
 def constants():
     """What formulas.js takes from the planner."""
+    names = ("BUCKET", "LOGIT", "MOMENTS", "NO_SYNC", "IN_UNITS", "SCALE", "STEPPED", "SWITCHES")
+    models = dict.fromkeys([run["model"] for run in plan.LANDMARKS.values()]) | shapes.PRESETS
     return {
-        **{name.lower(): getattr(formulas, name) for name in ("BLOCK", "LOGIT", "BUCKET", "SCALE", "SWITCHES")},
-        **{name.lower(): getattr(plan, name) for name in ("USABLE", "ASPECT", "SEQUENCE", "VOCABULARY", "ADVISED")},
+        **{name.lower(): getattr(formulas, name) for name in names},
+        **{name.lower(): getattr(plan, name) for name in ("USABLE", "ADVISED", "LANDMARKS")},
+        **{name.lower(): getattr(shapes, name) for name in ("ASPECT", "SEQUENCE", "VOCABULARY")},
         "ways": [{"way": way.title, "engine": way.engine, "own": dict(way.own)} for way in formulas.WAYS],
-        "gpus": {name: asdict(machine) for name, machine in PRESETS.items()},
+        "gpus": {name: _finite(machine) for name, machine in PRESETS.items()},
         "widths": {name: dtype.itemsize for name, dtype in DTYPES.items()},
-        "shapes": {run[0]: asdict(plan.of_model(run[0])) for run in plan.LANDMARKS.values()},
-        "landmarks": {name: list(run) for name, run in plan.LANDMARKS.items()},
+        "shapes": {name: asdict(shapes.of_model(name)) for name in models},
     }
+
+
+def _finite(machine):
+    """A Hardware's fields; JSON has no infinity, so what is not limited is left out."""
+    return {name: value for name, value in asdict(machine).items() if value != float("inf")}

@@ -4,7 +4,7 @@
 from course.figures.building import states_through_a_step, units_through_a_step
 from course.figures.faults import distances, grid, live_through_steps
 from course.figures.memory import address_map, below_the_wall, memory_by_batch
-from course.figures.planned import crossovers, over_gpus, rank_through_a_step, roofline
+from course.figures.planned import crossovers, over_gpus, roofline, token_weights, worst_moment
 from course.figures.tiers import (
     delayed_losses,
     distance_by_rate,

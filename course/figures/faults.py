@@ -4,7 +4,7 @@ from matplotlib.patches import Patch
 
 from lab.figures.style import PALETTE
 
-RIGHT, WRONG = "#56B4E9", "#D55E00"
+RIGHT, WRONG = PALETTE[3], PALETTE[4]
 RANK_STYLES = ("-", "--", ":", "-.")  # beside colours, as ranks often lie on one line
 
 

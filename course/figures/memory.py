@@ -4,10 +4,10 @@ from matplotlib.collections import PatchCollection
 from matplotlib.patches import Patch, Rectangle
 
 from common.measure.memory import CLASSES
-from lab.figures.style import COLORS, stacked
+from lab.figures.style import COLORS, PALETTE, stacked
 
 MB = 1e6
-KEPT, PASSING, FREE = "#0072B2", "#E69F00", "#F4F4F4"  # of blocks: those that stay longer, those that do not, no block
+KEPT, PASSING, FREE = *PALETTE[:2], "#F4F4F4"  # of blocks: those that stay longer, those that do not, no block
 
 
 def memory_by_batch(panels, cases):

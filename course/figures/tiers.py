@@ -3,38 +3,35 @@
 import numpy as np
 from matplotlib.patches import Patch
 
-from lab.figures.style import COLORS, PALETTE, PHASE_COLORS, PHASES, smoothed, stacked
+from lab.figures.style import COLORS, DISK_COLOR, PALETTE, PHASE_COLORS, smoothed, stacked
 
 STATES = ("parameters", "gradients", "optimizer")
-UNIT_COLORS = {"read": "#BBBBBB", "gather": "#E69F00", "use": "#56B4E9"}  # of a unit, from one event to the next
+UNIT_COLORS = {"read": DISK_COLOR, "gather": PALETTE[1], "use": PALETTE[3]}  # of a unit, from one event to the next
 EXACT, DELAYED = PALETTE[0], PALETTE[4]
-LEAST = 1e-9  # of a distance on a logarithmic axis
+LEAST = 1e-10  # of a distance on a logarithmic axis
 
 
 def states_by_tier(panels, cases, parameters):
     """Stacked bars of model states, {title: {tier: {class: bytes on a rank}}}: a panel for each title."""
-    colors = {state: COLORS[state] for state in STATES}
-    _stacked(panels, cases, parameters, colors, "bytes on a rank, for each parameter")
+    _stacked(panels, cases, parameters, {name: COLORS[name] for name in STATES}, "bytes on a rank, for each parameter")
 
 
 def moves_by_phase(panels, cases, parameters):
     """Stacked bars of what a step moves, {title: {direction: {phase: bytes of a rank}}}: a panel for each title."""
-    colors = {phase: PHASE_COLORS[phase] for phase in PHASES}
-    _stacked(panels, cases, parameters, colors, "bytes moved by a rank,\nfor each parameter")
+    _stacked(panels, cases, parameters, PHASE_COLORS, "bytes moved by a rank,\nfor each parameter")
 
 
 def _stacked(panels, cases, parameters, colors, label):
     """Bars on panels that share their y axis, which counts for each of so many parameters."""
+    names = list(dict.fromkeys(name for bars in cases.values() for name in bars))
     for axes, (title, bars) in zip(panels, cases.items(), strict=True):
-        for place, sizes in enumerate(bars.values()):
+        for place, sizes in enumerate(bars.get(name, {}) for name in names):
             parts = [(sizes.get(name, 0) / parameters, {"color": color}) for name, color in colors.items()]
-            stacked(axes, place, parts, told="{:.1f}")
-        axes.set_xticks(range(len(bars)), bars)
-        axes.set_xlim(-0.6, len(bars) - 0.4)
+            stacked(axes, place, parts, told="{:.2g}")
+        axes.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
         axes.set_title(title, fontsize=11)
-    highest = max(sum(sizes.values()) for bars in cases.values() for sizes in bars.values()) / parameters
-    panels[0].set_ylim(0, 1.12 * highest)
-    panels[0].set_ylabel(label)
+    panels[0].set(ylim=(0, 1.12 * max(axes.dataLim.ymax for axes in panels)), ylabel=label)
+    panels[0].locator_params(axis="y", integer=True)
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
@@ -54,12 +51,12 @@ def delayed_losses(panels, runs, over=10):
 def distance_by_rate(axes, distances, steps):
     """Where so many steps ended that began 1 from the minimum: {"exact" or "delayed": {rate in 1/λ: distance}}."""
     for color, marker, (name, by_rate) in zip((EXACT, DELAYED), "os", distances.items(), strict=True):
-        heights = [max(LEAST, distance) for distance in by_rate.values()]
-        axes.plot(by_rate.keys(), heights, marker=marker, color=color, label=name)
+        axes.plot(by_rate.keys(), by_rate.values(), marker=marker, color=color, label=name)
+        if below := [rate for rate, distance in by_rate.items() if distance < LEAST]:
+            axes.plot(below, [LEAST] * len(below), "v", color=color, mfc="white", clip_on=False, label=f"below {LEAST}")
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="where it began")
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=LEAST)
-    axes.set_xlabel("learning rate, in 1/λ")
+    axes.locator_params(axis="x", nbins=5)
+    axes.set(yscale="log", ylim=(LEAST, None), xlabel="learning rate, in 1/λ")
     axes.set_ylabel(f"distance from the minimum,\nin units of the first, after {steps} steps")
     axes.legend()
 
@@ -88,14 +85,16 @@ def units_by_event(axes, events):
 def efficiency_by_bandwidth(axes, formula, intensities, known):
     """The computing part of a step, 0 to 1, over the bandwidth to host or disk.
 
-    `formula` takes bytes a second and operations for each byte; `intensities` are {title: operations for each byte},
-    `known` {name: bytes a second}, which are marked.
+    `formula` takes bytes a second, an array, and operations for each byte; `intensities` are {title: operations for
+    each byte}, `known` {name: bytes a second}, which are marked.
     """
     bandwidths = np.logspace(8, 13, 200)
-    for color, (title, intensity) in zip(PALETTE, intensities.items(), strict=False):
-        axes.plot(bandwidths / 1e9, [100 * formula(one, intensity) for one in bandwidths], color=color, label=title)
+    colors, lines = (*PALETTE[:3], PALETTE[4]), ("-", "--", "-.", ":")
+    from_left = sorted(intensities.items(), key=lambda one: one[1], reverse=True)
+    for color, line, (title, intensity) in zip(colors, lines, from_left, strict=True):
+        axes.plot(bandwidths / 1e9, 100 * formula(bandwidths, intensity), line, color=color, label=title)
     for name, bandwidth in known.items():
-        axes.axvline(bandwidth / 1e9, color="black", linewidth=0.8, linestyle=":")
+        axes.axvline(bandwidth / 1e9, color="black", linewidth=0.8)
         axes.text(bandwidth / 1e9, 102, name, rotation=30, fontsize=9)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

@@ -5,12 +5,11 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from lab.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES, stacked
+from lab.figures.style import GREY, HOST_COLOR, LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES, stacked
 
-GREY = "#BBBBBB"
 HATCHES = {"all_reduce": "xxx", "reduce_scatter": "///", "all_gather": None}
-COLLECTIVE_COLORS = {"all_reduce": "#CC79A7", "reduce_scatter": "#E69F00", "all_gather": "#56B4E9"}
-MOVE_COLORS = {"down the bus": "#8A7D00", "up the bus": "black", "the host's step": "#CC79A7"}
+COLLECTIVE_COLORS = {"all_reduce": PALETTE[5], "reduce_scatter": PALETTE[1], "all_gather": PALETTE[3]}
+MOVE_COLORS = {"down the bus": HOST_COLOR, "up the bus": "black", "the host's step": PALETTE[5]}
 TIME_COLORS = {"compute": PALETTE[0], "copies": PALETTE[1], "optimizer": PALETTE[2], "waiting": GREY}
 
 

@@ -126,17 +126,19 @@ def disk_rounds(nbytes, rounds):
 def rows_of(trace):
     """A trace of rank 0: its phases and its waits, and what each lane runs.
 
-    Of what `common.measure.timeline.merge` made of CPU ranks, {(0, row): [(begin, end, kind)]} in ms since the first
-    phase began, as `figures.beside` draws them.
+    Of what `common.measure.timeline.merge` made of CPU ranks, {(0, row): [(begin, end, kind)]} in ms, from the
+    beginning of the first "step" to that of the last, as `figures.beside` draws them.
     """
     found, there = {}, rows(trace)
     for row, kinds in ROWS.items():
         events = [event for event in there.get((0, row), ()) if event.get("cat") == "user_annotation"]
         spans = [(event["ts"], event["ts"] + event["dur"], event["name"].split(" of ")[0]) for event in events]
         found[0, row] = [(begin / 1000, end / 1000, kinds[label]) for begin, end, label in spans if label in kinds]
-    began = found[0, "compute"][0][0]
+    first, *_, last = (begin for begin, _, kind in found[0, "compute"] if kind == "step")
     found[0, "compute"].sort(key=lambda span: span[2] == "waiting")  # drawn last, over the phases
-    return {row: [(begin - began, end - began, kind) for begin, end, kind in spans] for row, spans in found.items()}
+    for row, spans in found.items():
+        found[row] = [(begin - first, end - first, kind) for begin, end, kind in spans if first <= begin < last]
+    return found
 
 
 # ---- 08: offload ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from common.ranks.world import LocalWorld, RankFailed
 from course.pages import ranks as far_side
 from course.pages.ranks import PROGRESS
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7d00", "#777777")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3a9bd4", "#c98500", "#8a7d00", "#777777")
 SHOWN = 200  # lines beneath a cell; of more the last
 PAGE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"), autoescape=True)
 

@@ -131,23 +131,21 @@ def _first_fault(rounded):
 def leaves_a_node(formula, ranks, counted):
     """Hold `formula(numel, nodes, places)`, bytes leaving a node with all three switches, against what was counted."""
     numel = counted["numel"]
+    known = {"numel": numel, "weights": numel, "sums": numel / 2}  # in 8 and 4 bits, without the scales
     for nodes, places, found in ((ranks // PLACES, PLACES, PLACES * counted["out"]), (12, 8, None)):
         others = (nodes - 1) / nodes  # of the sums and shards belong to other nodes
-        weights, sums = (bits * numel * (1 + 32 / (256 * 8 * bits)) for bits in (1, 0.5))
-        truth = found or places * others * weights + others * sums
-        known = {"numel": numel, "places": places, "others": others, "weights": weights, "sums": sums}
-        said = judged("leaves_a_node", formula(numel, nodes, places), truth, within=0.03, **known)
+        truth, within = (found, 0.03) if found else (others * (places + 0.5) * numel, 0.001)
+        answer = formula(numel, nodes, places)
+        said = judged("leaves_a_node", answer, truth, within, nodes=nodes, places=places, others=others, **known)
         print(f"{nodes} nodes of {places} ranks: {said}")
 
 
 @asks(NUMBER)
 def secondary_shards(formula, ranks, counted):
-    """Hold `formula(numel, n, p)`, bytes of states with secondary shards, against a count and the paper's own case."""
-    for n, p, numel, truth in (
-        (ranks, PLACES, counted["numel"], counted["held"]),
-        (1024, 16, 100e9, 16 * 100e9 / 1024 + 2 * 100e9 / 16),
-    ):
-        said = judged("secondary_shards", formula(numel, n, p), truth, within=0.01, numel=numel, n=n, p=p)
+    """Hold `formula(numel, n, p)`, bytes of states with secondary shards, against a count and in a larger case."""
+    for n, p, numel, found in ((ranks, PLACES, counted["numel"], counted["held"]), (768, 6, 100e9, None)):
+        truth, within = (found, 0.01) if found else (16 * numel / n + 2 * numel / p, 1e-6)
+        said = judged("secondary_shards", formula(numel, n, p), truth, within, numel=numel, n=n, p=p)
         print(f"{n} ranks in nodes of {p}: {said}")
 
 
@@ -188,7 +186,7 @@ HELD = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 def held(formula, ranks, counted):
     """Hold `formula(stage, n)`, bytes for each parameter, against counted {stage: bytes for each parameter}."""
     for stage, found in counted.items():
-        whole, sharded = HELD[stage]
-        for n, truth in ((ranks, found), (64, whole + sharded / 64)):
+        whole, cut = HELD[stage]
+        for n, truth in ((ranks, found), (64, whole + cut / 64)):
             said = judged(f"held_in_16_bit_{stage}", formula(stage, n), truth, within=0.01, n=n)
             print(f"stage {stage} on {n} ranks: {said}")

@@ -3,14 +3,14 @@
 `ways` gives the rows of `python -m lab.plan` for one machine and model. Each check prints its verdict.
 """
 
-import math
 from dataclasses import replace
 
 from common.measure.tables import show_bytes
 from course.pages.answers import NAME, NUMBER, Form, asks, by_name, judge, judged, unfit
-from lab.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
+from lab.plan.__main__ import ADVISED, LANDMARKS, rows_of
 from lab.plan.__main__ import ways as with_switches
-from lab.plan.formulas import WAYS, Rank
+from lab.plan.formulas import WAYS, Job, Rank
+from lab.plan.shapes import of_model, of_size
 from lab.simulate.hardware import preset
 
 TITLES = [way.title for way in WAYS]
@@ -20,30 +20,25 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
     """What each engine holds, sends and moves.
 
     Args:
-        shape, machine: a Shape, of `lab.plan`'s `of_size` or `of_model`, and a Hardware.
+        shape, machine: a Shape, of `of_size` or `of_model`, and a Hardware.
         gpus: how many in all; tensor and pipeline degrees divide them.
         batch: samples of a rank's micro-batch.
         own: switches of ZeRO++ that are off, ["hierarchical=False"].
 
     Returns:
-        {title: a row of `Rank.row`, with "fits", into 90 % of the device, and "computes", seconds of a micro-batch}
+        {title: a row of `rows_of`, and "computes", seconds of a micro-batch}
     """
-    degree = tensor * pipeline
-    ranks = gpus // degree
-    per_node = math.gcd(ranks, max(1, machine.ranks_per_node // degree))
-    rank = Rank(shape, machine, ranks, per_node, tensor, pipeline, 2, batch, shape.sequence, checkpoints)
-    rows = {}
-    for way in with_switches(own):
-        row = rank.row(way)
-        fits = fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
-        rows[way.title] = row | {"fits": fits, "computes": rank.compute_seconds()}
-    return rows
+    job = Job(gpus, tensor, pipeline, batch=batch, checkpoints=checkpoints)
+    computes = Rank(shape, machine, job).compute_seconds()
+    rows = rows_of(shape, machine, job, among=with_switches(own))
+    return {row["way"]: row | {"computes": computes} for row in rows}
 
 
 def landmark(name):
-    """The rows of a run from a paper."""
-    model, gpu, gpus, tensor, pipeline, _ = LANDMARKS[name]
-    return ways(of_model(model), preset(gpu), gpus, tensor=tensor, pipeline=pipeline)
+    """The rows of a training from a paper."""
+    of = LANDMARKS[name]
+    shape, machine = of_model(of["model"]), preset(of["gpu"])
+    return ways(shape, machine, of["world_size"], tensor=of["tensor"], pipeline=of["pipeline"])
 
 
 def lowest(rows):
@@ -79,31 +74,6 @@ def check_landmarks(answer):
         print(f"{name}: {unfit(lowest_stage, STAGE) or judge(lowest_stage, truth, hints)}")
 
 
-@asks(NUMBER)
-def check_in_flight(formula, shape, worst):
-    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against {class: bytes} of a simulated rank."""
-    block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
-    truth = worst["gathered units"] + worst["buckets in flight"]
-    said = judged("in_flight", formula(block, rest), truth, within=0.01, block=block, rest=rest)
-    print(said)  # the shards' padding is not in a formula
-
-
-@asks(NUMBER)
-def check_gpus(answer):
-    """Whether it is the smallest power of two of H100s on which stage 3 trains gpt-1t."""
-    shape, machine = of_model("gpt-1t"), preset("h100-80g")
-    needed = {2**n: ways(shape, machine, 2**n)["stage 3"] for n in range(3, 15)}
-    truth = next(gpus for gpus, row in needed.items() if row["fits"])
-    hints = []
-    for gpus, row in needed.items():
-        whole, states = show_bytes(round(row["device"])), show_bytes(round(sum(row["states"].values())))
-        if not row["fits"]:
-            hints.append((gpus, f"the states are {states}, all together {whole}"))
-        elif gpus > truth:
-            hints.append((gpus, "it fits, but fewer do"))
-    print(judge(answer, truth, hints))
-
-
 # ---- 13: when ---------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +98,7 @@ def case(name):
 @asks(NUMBER)
 def check_crossover(formula):
     """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against the point of equal times."""
-    a100, v100 = preset("a100-80g"), preset("v100-32g")
+    a100, v100 = preset("a100-80g"), preset("v100-32g").shared_by(16)
     for name, machine, per_parameter, rate in (
         ("A100, stage 3 between nodes", a100, 6, a100.between),
         ("V100, ZeRO-Offload over the bus", v100, 4, v100.bus),

@@ -135,7 +135,7 @@ def growth(rows):
             chosen = [r for r in rows if (r["engine"], r["precision"], r["world_size"]) == (engine, precision, size)]
             chosen.sort(key=lambda row: row["parameters"])
             parameters = [row["parameters"] for row in chosen]
-            style = {"marker": MARKERS[number], "color": f"C{number}"}
+            style = {"marker": MARKERS[number], "color": PALETTE[number % len(PALETTE)]}
             above.plot(parameters, [row["median_seconds"] for row in chosen], label=engine, **style)
             below.plot(parameters, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], label=engine, **style)
         above.set_title(f"{precision}, {size} rank{'s' * (size > 1)}")

@@ -81,7 +81,7 @@ def wire_by_phase(axes, rows):
 def throughput(axes, rows):
     """Bars of tokens per second, all ranks together."""
     speeds = [row["tokens_per_second"] or 0 for row in rows]
-    bars = axes.bar(range(len(rows)), speeds, 0.5, color="#56B4E9")
+    bars = axes.bar(range(len(rows)), speeds, 0.5, color=PALETTE[3])
     axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds], label_type="center")
     stage_axis(axes, rows, headroom=1.12)
     axes.set(ylabel="tokens per second", title="Throughput")

@@ -8,12 +8,12 @@ from common.measure.memory import CLASSES
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
-# One colour per class in every figure; a palette that colour-blind readers can tell apart.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
+# One colour per class in every figure: 3:1 on white at least, and colour-blind readers can tell them apart.
+PALETTE = ("#0072B2", "#C98500", "#009E73", "#3A9BD4", "#B9470A", "#CC79A7", "#707070")
 COLORS = dict(zip(CLASSES, PALETTE, strict=True))
-HOST_COLOR = "#F0E442"  # what lies on the host, and what crosses the bus to it: drawn apart, or below the axis
-DISK_COLOR = "#999999"
-PHASE_COLORS = {"forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
+HOST_COLOR = "#8A7D00"  # what lies on the host, and what crosses the bus to it: drawn apart, or below the axis
+GREY = DISK_COLOR = "#8F8F8F"
+PHASE_COLORS = {"forward": PALETTE[0], "backward": PALETTE[4], "step": PALETTE[2]}
 LABELS = {
     "stage0_ddp": "stage 0\nDDP",
     "stage1_os": "stage 1\n$P_{os}$",
@@ -23,7 +23,7 @@ LABELS = {
     "offload.nvme": "infinity\n$P_{os+g+p}$ + disk",
     "zeropp": "ZeRO++\n$P_{os+g+p}$ + node",
 }
-STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
+STEP_COLORS = {"ours": PALETTE[0], "others": GREY}
 MARKERS = "osD^vPX*<>h"
 PHASES = ("forward", "backward", "step")
 MARGIN = 1.03  # of an x axis of operations, to show what is left after the step

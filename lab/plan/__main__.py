@@ -1,27 +1,23 @@
-r"""`python -m lab.plan`: my model, my ranks: which stage? Answered by formula, in a second.
+r"""`python -m lab.plan`: my model, my GPUs: which stage? Answered by formula, in a second.
 
     python -m lab.plan --params 70e9 --gpu h100-80g --world-size 64
-    python -m lab.plan --model gpt3-175b --gpu v100-32g --world-size 64 --tensor 8
-    python -m lab.plan --model my_package.models:make_model --world-size 16 --budget 40GB --simulate
+    python -m lab.plan --model llama3-8b --gpu a100-40g --world-size 8 --global-batch 512 --tokens 1T
+    python -m lab.plan --config config.json --gpu 4090 --world-size 4 --seq 4096
+    python -m lab.plan --model my_package.models:make_model --world-size 16 --seq 512 --budget 40GB --simulate
     python -m lab.plan --landmark bloom-176b
 
 For each engine: model states by class and tier, what is in flight within a step, activations, what is sent and moved,
-and whether it fits. The advice is the usual one: the lowest stage that fits.
-`--simulate` lets the advised engine take a step as one of these ranks, and shows its peak next to the formula's.
+how long a step takes, and whether it fits. The advice is the usual one, the lowest stage that fits, and beside it the
+fastest. `--simulate` lets the advised engine take a step as one of these ranks, and shows both peaks.
 
 Sources: model states ZeRO, arXiv 1910.02054, sec. 3 and 5, ZeRO-Offload, arXiv 2101.06840, sec. 3, ZeRO-Infinity, arXiv
 2104.07857, sec. 3, ZeRO++, arXiv 2306.10209, sec. 3; activations Korthikanti et al., arXiv 2205.05198, sec. 4.
 """
 
-import math
-import re
 import tomllib
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-
-import torch
-from torch import nn
 
 from common import models
 from common.engine.mixed_precision import dtype_of
@@ -31,16 +27,24 @@ from common.loop import train_step
 from common.measure.tables import Table, say, show_bytes
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, check_counts, one_line_errors, parser_of, publish
-from lab.plan.formulas import SWITCHES, WAYS, Rank, Shape
+from lab.activations import largest_fitting
+from lab.plan import shapes
+from lab.plan.formulas import SWITCHES, WAYS, Job, Rank
+from lab.plan.shapes import size_of
 from lab.simulate.hardware import PRESETS, preset
-from lab.simulate.world import Setting, model_of, own_options, simulate
+from lab.simulate.world import Setting, own_options, simulate
 
-USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's
-ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
-SEQUENCE, VOCABULARY = 2048, 50257
-LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())  # runs from papers
+USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's; and of a host's, the system's
+LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())
+OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+OPTIMIZERS = {"adamw": 8, "sgd": 4, "adam8bit": 2}  # bytes of their states for a parameter
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
-ADVISED = (0, 1, 2, 3, 5, 6, 7)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
+ADVISED = (0, 1, 2, 3, 5, 6, 7, 8)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
+OF_A_LANDMARK = {"gpu": "h100-80g", "world_size": 8, "tensor": 1, "pipeline": 1}  # with what they are otherwise
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "active")
+MACHINE = {"memory": "holds", "flops": "flops", "link": "inside", "between": "between"}
+MACHINE |= {"host": "host_holds", "disk": "disk_holds", "bus": "bus"}  # options -> fields of Hardware
+MORE_GPUS = "Take more GPUs, a tensor-parallel degree, a smaller micro-batch or shorter samples: see what is largest."
 
 
 @one_line_errors()
@@ -51,7 +55,8 @@ def main(arguments=None):
     if options.simulate:
         results["simulated"] = confirmed(options, results)
     publish(options, results, tables(results))
-    say(results["advice"])
+    for sentence in (results["advice"], *results["notes"]):
+        say(sentence)
     if options.simulate:
         say(results["simulated"]["said"])
 
@@ -62,73 +67,119 @@ def main(arguments=None):
 def parser():
     """What parses the arguments."""
     parser = parser_of("lab.plan", __doc__)
-    parser.add_argument("--params", metavar="Ψ", help="parameters of a GPT, such as 70e9 or 70B")
-    parser.add_argument("--model", help="or a model: of the zoo, a landmark's, or package.module:function")
-    parser.add_argument("--landmark", help=f"or a run with its ranks: {', '.join(LANDMARKS)}")
-    parser.add_argument("--gpu", default="h100-80g", help=f"{', '.join(PRESETS)} (%(default)s)")
-    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs in all (%(default)s)")
-    parser.add_argument("--per-node", type=int, metavar="P", help="GPUs that share a node (as many as the preset's)")
-    parser.add_argument("--tensor", type=int, default=1, metavar="T", help="tensor-parallel degree (%(default)s)")
-    parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline-parallel degree (%(default)s)")
-    parser.add_argument("--budget", help="memory of a GPU, such as 40GB (90 %% of what it has)")
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16 (%(default)s)")
-    micro = "samples of a rank's micro-batch (%(default)s)"
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help=micro)
-    parser.add_argument("--seq", type=int, metavar="S", help=f"length of a sample (the model's, or {SEQUENCE})")
-    parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
-    parser.add_argument(
-        "--with", dest="own", action="append", default=[], metavar="SWITCH=False", help="a switch of ZeRO++, off"
-    )
+    known = {"presets": shapes.PRESETS, "landmarks": LANDMARKS, "gpus": PRESETS}
+    known = {name: ", ".join(names) for name, names in known.items()} | {"sequence": shapes.SEQUENCE}
+    kinds = {"int": {"type": int}, "flag": {"action": "store_true"}}
+    for title, options in OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for name, given in options.items():
+            about = {key: value for key, value in given.items() if key != "type"} | kinds.get(given.get("type"), {})
+            group.add_argument(f"--{name}", **about | {"help": given.get("help", "").format(**known)})
+    switch = "a switch of ZeRO++, off"
+    parser.add_argument("--with", dest="own", action="append", default=[], metavar="SWITCH=False", help=switch)
     parser.add_argument("--simulate", action="store_true", help="simulate a step of the advised engine")
     return parser
 
 
 def plan(options):
     """The JSON of `lab.plan`; an InputError if the options cannot be used."""
-    check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "seq")
-    ran = None
-    if options.landmark:
-        if options.params or options.model:
-            raise InputError(f"--landmark {options.landmark}: it names a model; leave out --params and --model")
-        if options.landmark not in LANDMARKS:
-            raise InputError(f"unknown landmark {options.landmark!r}; known: {', '.join(LANDMARKS)}")
-        name, *about, ran = LANDMARKS[options.landmark]
-        options.model, (options.gpu, options.world_size, options.tensor, options.pipeline) = name, about
-    if bool(options.params) == bool(options.model):
-        raise InputError("give --params, --model or --landmark: one of them")
-    degree = options.tensor * options.pipeline
-    if options.world_size % degree:
-        raise InputError(
-            f"--world-size {options.world_size}: tensor x pipeline, {degree}, does not divide it; choose other degrees"
-        )
-    gpu, width = preset(options.gpu), dtype_of(options.precision).itemsize
-    shape = of_size(options.params) if options.params else of_model(options.model)
-    budget = size_of(options.budget) if options.budget else USABLE * gpu.holds
-    ranks = options.world_size // degree
-    per_node = math.gcd(ranks, max(1, (options.per_node or gpu.ranks_per_node) // degree))
-    sequence = options.seq or shape.sequence
-    checkpoints = not options.no_checkpoints
-    cut = options.tensor, options.pipeline
-    rank = Rank(shape, gpu, ranks, per_node, *cut, width, options.batch, sequence, checkpoints)
-    rows = [rank.row(way) for way in ways(options.own)]
-    for row in rows:
-        row["fits"] = fit(gpu, row["device"], row["host"], row["disk"], budget)
-        if row["fits"] and row["activations"] is None:
-            row["fits"] = None  # unknown
+    check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq")
+    landmark = landmark_of(options)
+    for name, usual in OF_A_LANDMARK.items():
+        if getattr(options, name) is None:
+            setattr(options, name, usual)
+    shape, machine = shape_of(options), machine_of(options)
+    job = job_of(options, shape, machine)
+    budget = size_of(options.budget) if options.budget else USABLE * machine.holds
+    rank, among = Rank(shape, machine, job), ways(options.own)
+    rows = rows_of(shape, machine, job, budget, among)
+    tokens = rank.ranks * job.batch * job.accumulate * rank.sequence
+    for way, row in zip(among, rows, strict=True):
+        row["largest_batch"] = largest_batch(shape, machine, job, budget, way)
+        row["tokens_per_second"] = tokens / row["step_seconds"]
+        row["days"] = size_of(options.tokens) / row["tokens_per_second"] / 86400 if options.tokens else None
     return {
-        "model": asdict(shape),
-        "gpu": gpu.name,
-        **{name: getattr(options, name) for name in ("world_size", "tensor", "pipeline", "precision", "batch")},
-        "data_parallel": ranks,
-        "per_node": per_node,
-        "sequence": sequence,
-        "checkpoints": checkpoints,
+        "model": asdict(replace(shape, measured=None)),
+        "gpu": machine.name,
+        "precision": options.precision,
+        **asdict(job),
+        "sequence": rank.sequence,
+        "tokens_per_step": tokens,
+        "data_parallel": rank.ranks,
+        "per_node": rank.per_node,
+        "nodes": rank.nodes,
         "budget_bytes": budget,
-        "ran": ran,
+        "ran": landmark.get("engine"),
         "compute_seconds": rank.compute_seconds(),
         "rows": rows,
-        "advice": advice(rows, budget, rank.compute_seconds(), rank, ran),
+        "advice": advice(rows, budget, rank),
+        "notes": notes(options, machine, rank) + ([landmark["said"]] if landmark else []),
     }
+
+
+def job_of(options, shape, machine):
+    """The Job that is asked for."""
+    if options.optimizer not in OPTIMIZERS:
+        raise InputError(f"unknown optimizer {options.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
+    if options.offload_activations and (options.no_checkpoints or shape.measured):
+        raise InputError(
+            "--offload-activations moves what a transformer's checkpoints keep; leave out --no-checkpoints"
+        )
+    named = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
+    named |= {"accumulate": options.accumulate or 1, "sequence": options.seq, "checkpoints": not options.no_checkpoints}
+    width = dtype_of(options.precision).itemsize
+    job = Job(**named, moments=OPTIMIZERS[options.optimizer], width=width)
+    if options.global_batch is None:
+        return job
+    samples = Rank(shape, machine, job).ranks * job.batch
+    if options.accumulate or options.global_batch % samples:
+        raise InputError(f"--global-batch {options.global_batch}: give a multiple of {samples}, and no --accumulate")
+    return replace(job, accumulate=options.global_batch // samples)
+
+
+def landmark_of(options):
+    """The landmark that is asked for, {} if none is; it fills in its options, and an InputError names one given too."""
+    if not options.landmark:
+        return {}
+    if options.landmark not in LANDMARKS:
+        raise InputError(f"unknown landmark {options.landmark!r}; known: {', '.join(LANDMARKS)}")
+    landmark = LANDMARKS[options.landmark]
+    given = [
+        name for name in ("params", "model", "config", *SHAPE, *OF_A_LANDMARK) if getattr(options, name) is not None
+    ]
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"--landmark {options.landmark}: it names a model and its ranks; leave out {named}")
+    for name in ("model", *OF_A_LANDMARK):
+        setattr(options, name, landmark[name])
+    return landmark
+
+
+def shape_of(options):
+    """The Shape of the one model that is asked for."""
+    by_hand = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    if sum(map(bool, (options.params, options.model, options.config, by_hand))) != 1:
+        raise InputError("give --params, --model, --config, --landmark, or a shape by --layers and so on: one of them")
+    if options.params:
+        return shapes.of_size(options.params)
+    if options.model:
+        return shapes.of_model(options.model)
+    if options.config:
+        return shapes.of_config(options.config)
+    if missing := [name for name in ("layers", "hidden", "heads", "vocab") if name not in by_hand]:
+        raise InputError(f"a shape by hand needs {', '.join(f'--{name}' for name in missing)} too")
+    return shapes.transformer("a Llama by hand", vocabulary=by_hand.pop("vocab"), **by_hand)
+
+
+def machine_of(options):
+    """The Hardware that is asked for: a preset's, but for what is given by hand."""
+    machine = preset(options.gpu)
+    given = {field: size_of(getattr(options, name)) for name, field in MACHINE.items() if getattr(options, name)}
+    if "flops" in given:
+        given["flops"] = dict.fromkeys(machine.flops, given["flops"])
+    if "bus" in given:
+        given["buses"] = float("inf")
+    return replace(machine, name=f"{machine.name}, changed by hand", **given) if given else machine
 
 
 def ways(given):
@@ -140,81 +191,91 @@ def ways(given):
     return [replace(way, own=tuple(own.items())) if way.engine == "zeropp" else way for way in WAYS]
 
 
-def fit(gpu, device, host, disk, budget):
-    """Whether so many bytes of a rank fit: into the budget on its device, and into its part of the node."""
-    return device <= budget and host <= gpu.host_holds and disk <= gpu.disk_holds
+# ---- what fits --------------------------------------------------------------------------------------------------
 
 
-def size_of(text):
-    """Bytes, of "40GB"; parameters, of "70e9" or "70B"; else an InputError."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBGT]?)B?", text.strip(), re.IGNORECASE)
-    try:
-        number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()]
-    except (TypeError, ValueError):
-        number = 0
-    if not number > 0:
-        raise InputError(f"{text!r} is no size; write 70e9, 70B or 40GB")
-    return number
+def rows_of(shape, machine, job, budget=None, among=WAYS):
+    """The rows of `Rank.row`, with "fits", and "refused", a reason or None; without `budget` USABLE of the device."""
+    rank = Rank(shape, machine, job)
+    rows = [rank.row(way) for way in among]
+    for row in rows:
+        row["refused"] = None
+        if row["engine"] == "zeropp" and rank.ranks % rank.per_node:
+            row["refused"] = f"ZeRO++ needs nodes of equal size: {rank.per_node} does not divide {rank.ranks}."
+        row["fits"] = row["refused"] is None and fit(
+            rank.gpu, row, USABLE * machine.holds if budget is None else budget
+        )
+    return rows
 
 
-def of_size(text):
-    """A GPT of so many parameters, ASPECT times as wide as it is deep."""
-    parameters = size_of(text)
-    layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
-    width = max(1, round((parameters / (12 * layers)) ** 0.5))
-    return Shape(f"a GPT of {text}", parameters, layers, VOCABULARY * width, width, VOCABULARY, SEQUENCE)
+def fit(gpu, row, budget):
+    """Whether a row fits: into the budget on its device, and into USABLE of a rank's part of its node, a Hardware."""
+    return row["device"] <= budget and row["host"] <= USABLE * gpu.host_holds and row["disk"] <= USABLE * gpu.disk_holds
 
 
-def of_model(name):
-    """The shape of a model, from its modules; if it is no GPT, nothing is known of activations."""
-    with torch.device("meta"):
-        model = model_of(name)
-    outermost = [list(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    blocks = max(outermost, key=len, default=[])
-    inside = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-    count = models.count(model)
-    if not hasattr(model, "wte"):  # no transformer of the zoo
-        return Shape(name, count, max(1, len(blocks)), count - inside)
-    vocabulary, width = model.wte.weight.shape
-    return Shape(name, count, len(blocks), count - inside, width, vocabulary, model.window - 1)
+def largest_batch(shape, machine, job, budget, way):
+    """The most samples of a micro-batch that fit; 0 if none do, None for a model without formulas."""
+    if shape.measured:
+        return None
+    return largest_fitting(
+        lambda samples: rows_of(shape, machine, replace(job, batch=samples), budget, [way])[0]["fits"]
+    )
 
 
 # ---- what is said -----------------------------------------------------------------------------------------------
 
 
 def advised(rows):
-    """The row of the lowest stage that fits, or may fit; None if none does."""
-    return next((rows[number] for number in ADVISED if rows[number]["fits"] is not False), None)
+    """The row of the lowest stage that fits; None if none does."""
+    return next((rows[number] for number in ADVISED if rows[number]["fits"]), None)
 
 
-def advice(rows, budget, computing, rank, ran):
+def advice(rows, budget, rank):
     """In words: which stage, and what bounds it."""
     row = advised(rows)
     if row is None:
         least = min(rows, key=lambda row: row["device"])
         takes = show_bytes(round(least["device"]))
-        return (
-            f"Nothing fits into {show_bytes(budget)}: {least['way']} takes least, {takes}. "
-            "Take more GPUs, a tensor-parallel degree, a smaller micro-batch or shorter samples: see what is largest."
-        )
+        return f"Nothing fits into {show_bytes(budget)}: {least['way']} takes least, {takes}. {MORE_GPUS}"
     said = f"{row['way']}: the lowest that fits into {show_bytes(budget)}."
     if row["engine"] in SEND_ALIKE:
         said += " Up to stage 2 all send as much; stage 3 sends half as much again."
-    if ran:
-        said += f" The run itself took {next(way.title for way in WAYS if way.engine == ran)}."
-    if rank.shape.width is None:
-        said += " Activations are not counted: --simulate counts them."
-    slowest = max(row["seconds"], key=row["seconds"].get)
-    longest = row["seconds"][slowest]
-    if longest > computing:
+    fastest = min((other for other in rows if other["fits"]), key=lambda other: other["step_seconds"])
+    if fastest["step_seconds"] < 0.95 * row["step_seconds"]:
+        said += f" The fastest that fits is {fastest['way']}, {fastest['step_seconds']:.2g} s in place of"
+        said += f" {row['step_seconds']:.2g} s a step."
+    slowest, computing = max(row["seconds"], key=row["seconds"].get), rank.job.accumulate * rank.compute_seconds()
+    if row["seconds"][slowest] > computing:
         said += (
-            f" Its {slowest} take {longest:.2g} s a step, computation {computing:.2g} s of a micro-batch: accumulate "
-            f"{-(-longest // computing):.0f} micro-batches or take larger ones."
+            f" Its {slowest} take {row['seconds'][slowest]:.2g} s a step, computation {computing:.2g} s: accumulate "
+            "more micro-batches or take larger ones."
         )
-        if slowest == "collectives" and row["engine"] == "stage3_param" and row["sent_by_node"]:
-            plus = next(other for other in rows if other["engine"] == "zeropp")
-            said += f" ZeRO++ would take {plus['seconds']['collectives']:.2g} s for its collectives"
-            said += ", but does not fit." if plus["fits"] is False else "."
+    return said
+
+
+def notes(options, machine, rank):
+    """What the figures leave out, or take for granted."""
+    said, node = [], options.per_node or machine.ranks_per_node
+    if options.precision == "bf16" and not machine.bfloat16:
+        said.append(f"{machine.name} has no bf16: train in fp16, which takes as many bytes.")
+    if options.tensor > 1:
+        how = "and so is all else, by sequence parallelism" if options.sequence_parallel else "norms' inputs are not"
+        said.append(f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}.")
+    if options.tensor > node:
+        said.append(
+            f"A tensor-parallel group of {options.tensor} leaves its node of {node}: its all-reduces of activations in "
+            "each block, which are not counted, cross the links between nodes."
+        )
+    if options.pipeline > 1:
+        said.append(
+            "With a pipeline, stages 2 and 3 reduce and gather for each micro-batch, stages 0 and 1 once a step; "
+            "DeepSpeed refuses 2 and 3 there. The pipeline's bubble is not counted."
+        )
+    if rank.ranks % rank.per_node:
+        last = rank.ranks % rank.per_node
+        said.append(
+            f"{rank.ranks} data-parallel ranks on {rank.nodes} nodes: {rank.per_node} each, {last} on the last."
+        )
     return said
 
 
@@ -225,6 +286,8 @@ def confirmed(options, results):
         raise InputError("--simulate: the engines have no tensor or pipeline parallelism; give neither degree")
     if row is None:
         raise InputError("--simulate: nothing fits, so no engine is advised")
+    if not options.params and (options.model is None or options.model in shapes.PRESETS):
+        raise InputError("--simulate: give --params, or a --model that can be built")
     made = simulate(
         Setting(
             find_engine(row["engine"]),
@@ -239,13 +302,12 @@ def confirmed(options, results):
         ),
         train_step,
     )
-    peak = made["peak_bytes"]
-    by_formula = show_bytes(round(row["device"]))
-    off = "" if row["activations"] is None else f", {row['device'] / peak - 1:+.0%}"
+    peak, by_formula = made["peak_bytes"], show_bytes(round(row["device"]))
+    off = f"{row['device'] / peak - 1:+.0%}"
     return {
         "engine": row["engine"],
         "peak_bytes": peak,
-        "said": f"{row['way']}, simulated: {show_bytes(peak)} at its peak; by formula {by_formula}{off}.",
+        "said": f"{row['way']}, simulated: {show_bytes(peak)} at its peak; by formula {by_formula}, {off}.",
     }
 
 
@@ -260,22 +322,28 @@ def tables(results):
     """Bytes held, and bytes moved; a row for each way."""
     shape = results["model"]
     title = (
-        f"{shape['name']}, {shape['parameters']:,.0f} parameters, {results['precision']}, on {results['world_size']} x "
-        f"{results['gpu']}: tensor {results['tensor']}, pipeline {results['pipeline']}, data {results['data_parallel']}"
+        f"{shape['name']}, {shape['parameters']:,.0f} parameters, {results['precision']}, on {results['world_size']} "
+        f"GPUs of {results['gpu']}: tensor {results['tensor']}, pipeline {results['pipeline']}, "
+        f"data {results['data_parallel']}"
     )
     held, moved = [], []
     for row in results["rows"]:
-        fits = {None: "-", True: "yes", False: "no"}[row["fits"]]
-        states, transient, device = sum(row["states"].values()), row["transient"], row["device"]
-        states, transient, device = (show_bytes(round(count)) for count in (states, transient, device))
-        activations = "?" if row["activations"] is None else show_bytes(round(row["activations"]))
-        held.append([row["way"], states, transient, activations, device, fits])
+        sizes = (sum(row["states"].values()), row["transient"], row["activations"], row["device"])
+        most = "-" if row["largest_batch"] is None else str(row["largest_batch"])
+        held.append([row["way"], *(show_bytes(round(size)) for size in sizes), "yes" if row["fits"] else "no", most])
         counts = [show_bytes(round(row[name])) for name in ("host", "disk", "sent", "bus", "disk_moved")]
-        moved.append([row["way"], *counts, f"{max(row['seconds'].values()):.2g} s"])
-    note = f"A micro-batch computes for {results['compute_seconds']:.2g} s."
-    on_device = ("on a GPU", "model states", "in flight", "activations", "in all", "fits")
-    beside = ("beside it", "host", "disk", "sent in a step", "over the bus", "disk", "takes")
-    return [Table(title, on_device, held), Table("", beside, moved, caption=note)]
+        speed = f"{row['tokens_per_second']:,.0f}"
+        days = [] if row["days"] is None else [f"{row['days']:.3g}"]
+        moved.append([row["way"], *counts, f"{row['step_seconds']:.3g} s", speed, *days])
+    moved = [line for _, line in sorted(zip([row["step_seconds"] for row in results["rows"]], moved, strict=True))]
+    note = (
+        f"A micro-batch computes for {results['compute_seconds']:.2g} s; a step has {results['accumulate']} of "
+        f"{results['tokens_per_step'] // results['accumulate']:,} tokens. Computation overlaps what is sent and moved."
+    )
+    on_device = ("on a GPU", "model states", "in flight", "activations", "in all", "fits", "largest micro-batch")
+    beside = ["by speed", "host", "disk", "sent in a step", "over the bus", "disk", "a step", "tokens/s"]
+    beside += ["days"] * (results["rows"][0]["days"] is not None)
+    return [Table(title, on_device, held), Table("", tuple(beside), moved, caption=note)]
 
 
 if __name__ == "__main__":

@@ -1,28 +1,62 @@
 """What a rank holds, sends and moves, by formula: model states, what is in flight, activations; for each engine."""
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
-from lab.simulate.hardware import Hardware
+from common.errors import InputError
 
-# What a block keeps for its backward, in bytes for each element of its input in 16-bit, if attention keeps no square of
-# the sequence; and what each logit takes: in the precision, in fp32, and a gradient.
-BLOCK, LOGIT = 34, 12
 BUCKET = 25 * 2**20 // 4  # elements, at least
 SCALE = 4 / 256  # bytes of an element's part of an fp32 scale
+LOGIT = 12  # bytes of a logit at the loss: in fp32, its log-softmax, its gradient
+STEPPED = 28  # bytes that the host's optimizer reads and writes for a parameter
 SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on by default
+LOSS, HEAD, BLOCK, BUCKETS = "the loss", "the head's gradient", "a block's backward", "a second bucket"
+MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS)  # of a step, at which memory peaks
+STATES = ("parameters", "gradients", "optimizer")
+OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
+WITH_BUCKETS = ("stage2_grad", "offload")
+IN_UNITS = ("stage3_param", "zeropp", "offload.nvme")
+NO_SYNC = ("stage0_ddp", "stage1_os")  # add up gradients of all micro-batches before they reduce
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, as formulas see it."""
+    """A model, as formulas see it: counts of parameters, and elements of activations for each token.
+
+    Activations, arXiv 2205.05198, sec. 4.1: of what a block keeps for its backward tensor parallelism cuts a part; the
+    rest, inputs of norms and of what is cut, is whole on each rank.
+    """
 
     name: str
     parameters: float
     layers: int
-    rest: float  # parameters outside of its blocks
-    width: int | None = None  # this and the next two of a transformer
-    vocabulary: int | None = None
+    block: float  # parameters that are gathered together, in stage 3
+    root: float = 0  # parameters that stay gathered throughout: embeddings, if the head is tied to them
+    last: float = 0  # parameters of a unit after the blocks: an untied head
+    largest: float = 0  # parameters of the largest tensor outside of the blocks
+    trained: float | None = None  # None is all; this and the next two
+    trained_block: float | None = None
+    trained_root: float | None = None
+    active: float | None = None  # parameters that a token meets, of a mixture of experts; None is all
+    width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
+    vocabulary: int = 0
     sequence: int | None = None
+    whole: float = 0  # elements that a block keeps for each token; this and the next two
+    cut: float = 0
+    working: float = 0  # and that its backward takes besides, cut
+    weights: float = 0  # elements of gradients of a block that are not yet in a bucket
+    measured: object = None  # `measured(batch, sequence, width, checkpoints)`, a `Measured`, if there is no formula
+    blocks: tuple = ()  # of such a model: (parameters, of them trained) of each block
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Activations of a model in one step without an engine, and its operations: see `lab.plan.shapes.measure`."""
+
+    ends: float  # bytes until the first block's backward begins
+    blocks: list  # and from each block's on, until the next begins
+    flops: float
 
 
 @dataclass(frozen=True)
@@ -33,6 +67,13 @@ class Way:
     engine: str
     own: tuple = ()
 
+    @property
+    def tiers(self):
+        """{state: "device", "cpu" or "nvme"} of ZeRO-Infinity; None for all others."""
+        own = dict(self.own)
+        tiers = own.get("tiers")
+        return dict.fromkeys(STATES, tiers) if isinstance(tiers, str) else tiers
+
 
 WAYS = (
     Way("stage 0, data parallelism", "stage0_ddp"),
@@ -41,47 +82,139 @@ WAYS = (
     Way("stage 3", "stage3_param"),
     Way("ZeRO++", "zeropp"),
     Way("ZeRO-Offload", "offload"),
+    Way("stage 3, optimizer on the host", "offload.nvme", (("tiers", OPTIMIZER_ON_HOST),)),
     Way("ZeRO-Infinity, host", "offload.nvme", (("tiers", "cpu"),)),
     Way("ZeRO-Infinity, disk", "offload.nvme", (("tiers", "nvme"),)),
 )
 
 
 @dataclass(frozen=True)
-class Rank:
-    """One of the ranks that share a model."""
+class Job:
+    """What is trained, and how it is divided."""
 
-    shape: Shape
-    gpu: Hardware
-    ranks: int  # of data parallelism, in all
-    per_node: int  # of them
-    tensor: int  # this and the next are degrees, which divide the model
-    pipeline: int
-    width: int  # bytes of a parameter
-    batch: int  # samples of a micro-batch
-    sequence: int | None  # their length; None where the model has none
-    checkpoints: bool  # activations are computed again in backward
+    world_size: int = 1
+    tensor: int = 1  # degrees, which divide the model
+    pipeline: int = 1
+    width: int = 2  # bytes of a parameter
+    batch: int = 1  # samples of a micro-batch
+    accumulate: int = 1  # micro-batches of a step
+    sequence: int | None = None  # length of a sample; None is the model's
+    checkpoints: bool = True  # of activations: backward computes them again
+    sequence_parallel: bool = False  # tensor-parallel ranks share what tensor parallelism leaves whole, too
+    per_node: int | None = None  # GPUs of a node; None is the machine's
+    moments: int = 8  # bytes of the optimizer's states for a parameter, besides an fp32 master weight in 16-bit
+    fp32_gradients: bool = False  # gradients are sent in fp32
+    fused_loss: bool = False  # the loss is computed piece by piece, so that no logits are kept
+    offload_activations: bool = False  # what checkpoints keep goes to the host
+
+
+class Rank:
+    """One of the ranks that train a Shape on a Hardware as a Job says.
+
+    Attributes:
+        ranks: of data parallelism. per_node: how many of them share a node; the last node may have fewer.
+        rings: groups of data-parallel ranks that share a node's links.
+        gpu: the Hardware, with a rank's part of what a node's GPUs share.
+
+    Raises:
+        InputError: the degrees do not divide the world size, or a length or a formula is missing.
+    """
+
+    def __init__(self, shape, machine, job):
+        degree = job.tensor * job.pipeline
+        if job.world_size % degree:
+            raise InputError(
+                f"--world-size {job.world_size}: tensor x pipeline, {degree}, does not divide it; choose other degrees"
+            )
+        self.shape, self.job, self.ranks = shape, job, job.world_size // degree
+        used = min(job.per_node or machine.ranks_per_node, job.world_size)  # GPUs of a node
+        self.per_node = min(self.ranks, max(1, used // degree))
+        self.rings, self.gpu = max(1, used // self.per_node), machine.shared_by(used)
+        self.width, self.tensor = job.width, job.tensor
+        self.sequence = job.sequence or shape.sequence
+        if self.sequence is None:
+            raise InputError(f"{shape.name} has no length of its own; give --seq")
+        if shape.measured and degree > 1:
+            raise InputError(
+                f"{shape.name}: how its activations divide is not known; leave out --tensor and --pipeline"
+            )
+
+    # ---- counts of parameters ---------------------------------------------------------------------------------
 
     @property
     def psi(self):
         """The parameters that its data-parallel ranks share."""
-        return self.shape.parameters / (self.tensor * self.pipeline)
+        return self.shape.parameters / (self.tensor * self.job.pipeline)
+
+    @property
+    def trained(self):
+        """Those of them that are trained."""
+        share = 1 if self.shape.trained is None else self.shape.trained / self.shape.parameters
+        return self.psi * share
+
+    @property
+    def nodes(self):
+        """How many nodes its data-parallel ranks lie on."""
+        return math.ceil(self.ranks / self.per_node)
+
+    def _unit(self, name, trained=False, number=None):
+        """Parameters of a block, or of the one of this number, of the root or the last unit; or the trained of them."""
+        if number is not None:
+            return self.shape.blocks[number][trained]
+        of_trained = getattr(self.shape, f"trained_{name}", None) if trained else None
+        return (getattr(self.shape, name) if of_trained is None else of_trained) / self.tensor
+
+    @property
+    def _kept(self):
+        """The parameters that end the forward: they stay gathered, and save their second gather."""
+        return self._unit("root") + (self._unit("last") or self._unit("block"))
 
     @property
     def master(self):
-        """Bytes of an fp32 master weight and Adam's two moments; in fp32 the parameter is the master."""
-        return 12 if self.width == 2 else 8
+        """Bytes of an fp32 master weight and the optimizer's states; in fp32 the parameter is the master."""
+        return self.job.moments + (4 if self.width == 2 else 0)
+
+    @property
+    def summed(self):
+        """Bytes of an element of a gradient's shard: sums over micro-batches are in fp32."""
+        return 4 if self.job.accumulate > 1 else self.width
+
+    @property
+    def beside(self):
+        """The same of a shard on host or disk, where a 16-bit mean stays beside the sum."""
+        return self.summed + (self.width if self.summed > self.width else 0)
+
+    @property
+    def reduced(self):
+        """Bytes of an element of a gradient that is sent."""
+        return 4 if self.job.fp32_gradients else self.width
+
+    @property
+    def bucket(self):
+        """The elements of a bucket of gradients."""
+        return min(self.trained, max(BUCKET, self.shape.largest / self.tensor))
+
+    # ---- a row of the table -----------------------------------------------------------------------------------
 
     def row(self, way):
-        """A row of the results.
+        """What an engine holds at its worst moment, sends and moves in a step, and how long that takes.
 
-        `device` adds up what is in flight and activations, each at its peak. If the peaks come at different moments, as
-        in stage 3 with many ranks and a large vocabulary, a step needs less. Gradients not yet packed are left out:
-        with wide blocks a step needs more.
+        A step lasts as long as the longest of computation and what overlaps it; then the host steps, if it does.
         """
         device, host, disk = self.states(way)
         sent, out = self.sent(way)
         bus, on_disk = self.moved(way)
-        transient, activations = self.transient(way), self.activations()
+        host += self.offloaded
+        bus += 2 * self.job.accumulate * self.offloaded
+        moments = [(self.transient(way, *moment), self.activations(*moment), moment[0]) for moment in self._moments()]
+        transient, activations, worst = max(moments, key=lambda moment: moment[0] + moment[1])
+        seconds = {
+            "collectives": self.gpu.over_links(sent, out, self.rings),
+            "bus": bus / self.gpu.bus,
+            "disk": on_disk / self.gpu.disk,
+        }
+        on_host = way.engine == "offload" or (way.tiers and way.tiers["optimizer"] != "device")
+        stepping = STEPPED * self.trained / self.ranks / self.gpu.host_memory if on_host else 0
         return {
             "way": way.title,
             "engine": way.engine,
@@ -89,37 +222,54 @@ class Rank:
             "states": device,
             "host": host,
             "disk": disk,
+            "moment": worst,
             "transient": transient,
             "activations": activations,
-            "device": sum(device.values()) + transient + (activations or 0),
+            "device": sum(device.values()) + transient + activations,
             "sent": sent,
             "sent_by_node": out,
             "bus": bus,
             "disk_moved": on_disk,
-            "seconds": {
-                "collectives": max(sent / self.gpu.inside, out / self.gpu.between),
-                "bus": bus / self.gpu.bus,
-                "disk": on_disk / self.gpu.disk,
-            },
+            "seconds": seconds,
+            "step_seconds": max(self.job.accumulate * self.compute_seconds(), *seconds.values()) + stepping,
         }
+
+    def _moments(self):
+        """(Name, the number of a block or None): the moments at which memory peaks."""
+        if self.shape.measured is None:
+            return [(moment, None) for moment in MOMENTS]
+        return [(LOSS, None), *((BLOCK, number) for number in range(len(self.shape.blocks)))]
+
+    # ---- held -------------------------------------------------------------------------------------------------
 
     def states(self, way):
         """Bytes of model states: {class: on the device}, on the host, on disk."""
-        w, n, m, psi = self.width, self.ranks, self.master, self.psi
+        w, n, m, g = self.width, self.ranks, self.master, self.summed
         parameters, gradients, optimizer = {
             "stage0_ddp": (w, w, m),
             "stage1_os": (w, w, m / n),
-            "stage2_grad": (w, w / n, m / n),
-            "stage3_param": (w / n, w / n, m / n),
-            "zeropp": (w / n + self._second(way), w / n, m / n),
+            "stage2_grad": (w, g / n, m / n),
+            "stage3_param": (w / n, g / n, m / n),
+            "zeropp": (w / n + self._second(way), g / n, m / n),
             "offload": (w, 0, 0),
-            "offload.nvme": (0, 0, 0),
+            "offload.nvme": (w / n, g / n, m / n),
         }[way.engine]
-        device = {"parameters": parameters * psi, "gradients": gradients * psi, "optimizer": optimizer * psi}
+        held = {
+            "parameters": parameters * self.psi,
+            "gradients": gradients * self.trained,
+            "optimizer": optimizer * self.trained,
+        }
         if way.engine == "offload":
-            return device, (w + 12) / n * psi, 0  # masters apart from the parameters, in fp32 too
-        beside = (2 * w + m) / n * psi if way.engine == "offload.nvme" else 0
-        return (device, 0, beside) if dict(way.own).get("tiers") == "nvme" else (device, beside, 0)
+            masters = 4 + self.job.moments  # of their own, in fp32 too
+            return held, (self.beside + masters) / n * self.trained, 0
+        tiers = way.tiers or dict.fromkeys(STATES, "device")
+        if tiers["gradients"] != "device":
+            held["gradients"] = self.beside / n * self.trained
+        if w == 4 and tiers["parameters"] != tiers["optimizer"]:
+            held["optimizer"] += 4 / n * self.trained
+        by_tier = [{state: held[state] * (tiers[state] == tier) for state in STATES} for tier in ("cpu", "nvme")]
+        device = {state: held[state] * (tiers[state] == "device") for state in STATES}
+        return device, *(sum(of.values()) for of in by_tier)
 
     def _switches(self, way):
         """Which of ZeRO++'s switches are on. On one node a secondary shard would repeat the first, so there is none."""
@@ -130,72 +280,128 @@ class Rank:
         """Bytes for each parameter of hpZ's secondary shard."""
         return self.width / self.per_node * self._switches(way)[1]
 
-    def transient(self, way):
-        """Bytes in flight within a step: buckets, or gathered units and their gradients."""
-        rest, block = self.shape.rest / self.tensor, self._block()
-        if way.engine in ("stage0_ddp", "stage1_os"):
+    def transient(self, way, moment, number=None):
+        """Bytes in flight at a moment: gathered units, buckets of gradients, and the buffer that receives a mean."""
+        w, loss, head = self.width, moment == LOSS, moment == HEAD
+        block, unit = self._unit("block", False, number), self._unit("block", True, number) + self._unit("root", True)
+        if way.engine not in IN_UNITS:
+            receives = 0 if w == 4 or way.engine == "offload" else 4 * self.bucket
+            receives /= 1 if way.engine == "stage0_ddp" else self.ranks
+            in_flight = 0 if loss or way.engine in NO_SYNC else 2 if moment == BUCKETS else 1
+            return receives + w * min(self.trained, in_flight * self.bucket)
+        receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last")) / self.ranks
+        if loss or head:
+            ends = self._unit("root", True) or self._unit("last")
+            return receives + w * (self._kept + (0 if loss else ends))
+        before = self._unit("block", False, max(0, number - 1)) if number else block  # gathered next
+        codes = 0
+        if way.engine == "zeropp":
+            codes = self._codes_in_flight(way, block, self._unit("block", True, number))
+        return receives + w * (self._unit("root") + block + before + unit) + codes
+
+    def _codes_in_flight(self, way, block, trained):
+        """Bytes of what ZeRO++ sends and receives: codes of the next block, and of the gradient of the one before."""
+        int8, second, int4 = self._switches(way)
+        code, n, p = 0.5 + SCALE, self.ranks, self.per_node
+        codes = (1 + SCALE) * (1 + 1 / n) * block if int8 and not second else 0
+        if int4:  # and sums in fp32: of the node, and of all
+            codes += (2 * code + 4 / n + (2 * code / p + 4 / p if n > p else 0)) * trained
+        return codes
+
+    def activations(self, moment, number=None):
+        """Bytes of activations at a moment, and of gradients that are in no bucket yet.
+
+        With a pipeline the first stage holds as many micro-batches as there are stages, so as much as all layers keep
+        of one (arXiv 2205.05198, sec. 4.2.3); the last stage holds one, and the logits.
+        """
+        shape, w, t = self.shape, self.width, self.tensor
+        if shape.measured:
+            return self._measured.ends if number is None else self._measured.blocks[number]
+        tokens, split = self.job.batch * self.sequence, t if self.job.sequence_parallel else 1
+        inputs = w * shape.width / split * tokens
+        inside = w * (shape.whole / split + shape.cut / t) * tokens
+        kept = shape.layers * (inputs if self.job.checkpoints else inside) * (not self.job.offload_activations)
+        ends = kept / self.job.pipeline + 2 * inputs
+        logits = shape.vocabulary * tokens / t * (not self.job.fused_loss)
+        if moment == LOSS:
+            return ends + LOGIT * logits
+        if moment == HEAD:
+            return ends + w * (logits + shape.vocabulary * shape.width / t)
+        if moment == BUCKETS:  # what backward has gone through, when the first is full, is freed
+            kept *= 1 - self.bucket / self.trained
+        again = inside - inputs if self.job.checkpoints else 0
+        return kept + again + inputs + w * (shape.working * tokens + shape.weights) / t
+
+    @property
+    def offloaded(self):
+        """Bytes that checkpoints keep on the host."""
+        if not self.job.offload_activations:
             return 0
-        if way.engine in ("stage2_grad", "offload"):
-            return 2 * self.width * min(self.psi, max(BUCKET, rest))
-        return self.width * (2 * block + rest + block + rest)  # this unit and the next, and a gradient
+        split = self.tensor if self.job.sequence_parallel else 1
+        return self.shape.layers * self.width * self.shape.width / split * self.job.batch * self.sequence
 
-    def _block(self):
-        """The parameters of a block."""
-        return (self.shape.parameters - self.shape.rest) / self.shape.layers / self.tensor
+    @cached_property
+    def _measured(self):
+        return self.shape.measured(self.job.batch, self.sequence, self.width, self.job.checkpoints)
 
-    def _kept(self):
-        """The parameters that end the forward: they stay gathered, and save their second gather."""
-        return self._block() + self.shape.rest / self.tensor
-
-    def activations(self):
-        """Bytes of activations at their peak; None for a model that is no GPT."""
-        if self.shape.width is None:
-            return None
-        tokens, layers = self.batch * self.sequence, self.shape.layers / self.pipeline
-        inputs, inside = self.width * self.shape.width * tokens, BLOCK * self.width / 2 * self.shape.width * tokens
-        logits = LOGIT * self.shape.vocabulary * tokens / self.tensor
-        if not self.checkpoints:
-            return layers * inside / self.tensor + logits
-        return layers * inputs + max(inside / self.tensor, logits)
+    # ---- sent and moved ---------------------------------------------------------------------------------------
 
     def sent(self, way):
-        """Bytes that a rank sends in a step, and bytes that leave its node."""
+        """Bytes that a rank sends in a step, and bytes that its data-parallel group sends out of its node."""
         if way.engine == "zeropp":
             return self._sent_compressed(way)
-        w, n, psi = self.width, self.ranks, self.psi
-        third = psi - self._kept() if way.engine in ("stage3_param", "offload.nvme") else 0
-        sent = w * (2 * psi + third) * (n - 1) / n
+        w, n, k = self.width, self.ranks, self.job.accumulate
+        reduced, gathered = self.trained * (1 if way.engine in NO_SYNC else k), self.trained
+        if way.engine in IN_UNITS:
+            gathered = k * (2 * self.psi - self._kept)
+        gathered *= self.reduced if way.engine == "stage0_ddp" else w  # an all-reduce sends the mean, too
+        sent = (self.reduced * reduced + gathered) * (n - 1) / n
         return sent, sent * (n > self.per_node)  # a ring leaves each node once
 
     def _sent_compressed(self, way):
         """The same for ZeRO++, by its switches; a scale for each 256 elements."""
-        w, n, p, psi = self.width, self.ranks, self.per_node, self.psi
+        w, n, p, psi, k = self.width, self.ranks, self.per_node, self.psi, self.job.accumulate
         int8, second, int4 = self._switches(way)
         first = (1 + SCALE if int8 else w) * (n - 1) / n
         again = w * (p - 1) / p if second else first  # from the node's secondary shards, nothing leaves it
-        gathered, gathered_out = first * psi + again * (psi - self._kept()), first * psi
-        if not second:
-            gathered_out = gathered
-        reduced = reduced_out = w * psi * (n - 1) / n
+        repeated = k * (2 * psi - self._kept) - psi
+        gathered, gathered_out = first * psi + again * repeated, first * (psi + (0 if second else repeated))
+        reduced = reduced_out = self.reduced * self.trained * (n - 1) / n
         if int4:  # in two hops: within the node, and the node's sums across
-            code, nodes = (0.5 + SCALE) * psi, n // p
-            reduced, reduced_out = code * ((p - 1) / p + (nodes - 1) / n), code * (nodes - 1) / nodes
-        return gathered + reduced, (gathered_out + reduced_out) * (n > p)
+            code = (0.5 + SCALE) * self.trained
+            reduced, reduced_out = code * ((p - 1) / p + (n / p - 1) / n), code * (n / p - 1) / (n / p)
+        return gathered + k * reduced, (gathered_out + k * reduced_out) * (n > p)
 
     def moved(self, way):
         """Bytes that cross the bus in a step, and that are read from disk and written there."""
-        w, shard, kept = self.width, self.psi / self.ranks, self._kept() / self.ranks
+        w, k, g = self.width, self.job.accumulate, self.summed
+        shard, kept = self.trained / self.ranks, self._kept / self.ranks
         if way.engine == "offload":
-            return 2 * w * shard, 0  # gradients down, parameters up
-        if way.engine != "offload.nvme":
+            return (k + 1) * w * shard, 0  # gradients to the host, parameters to the device
+        if way.tiers is None:
             return 0, 0
-        bus = w * (3 * shard - kept)  # up before forward and before backward, gradients down
-        if dict(way.own)["tiers"] != "nvme":
-            return bus, 0
-        read = w * (3 * shard - kept) + 12 * shard  # for forward and backward; what is stepped
-        return bus, read + (2 * w + self.master) * shard
+        parameters, gradients, optimizer = (way.tiers[state] for state in STATES)
+        gathers = w * k * (2 * self.psi / self.ranks - kept)
+        bus = gathers * (parameters != "device") + k * w * shard * (gradients != "device")
+        on_device = optimizer == "device"  # and so the step
+        bus += sum(
+            nbytes * shard for tier, nbytes in ((gradients, g), (parameters, w)) if (tier == "device") != on_device
+        )
+        disk = (gathers + w * shard) * (parameters == "nvme")
+        if gradients == "nvme":  # each micro-batch writes, the next and the step read; sums are in fp32
+            disk += 2 * (w + 4 * (k - 1)) * shard
+        if optimizer == "nvme":
+            disk += 2 * (4 + self.job.moments) * shard
+        return bus, disk
 
     def compute_seconds(self):
-        """Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints."""
-        operations = (8 if self.checkpoints else 6) * self.psi * self.batch * (self.sequence or 1)
-        return operations / (self.gpu.flops[self.width] * self.gpu.fraction)
+        """Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints.
+
+        Causal attention multiplies each token with half of its sample, twice.
+        """
+        shape, rate = self.shape, self.gpu.flops[self.width] * self.gpu.fraction
+        if shape.measured:
+            return self._measured.flops / rate
+        each = (shape.active or shape.parameters) + shape.layers * shape.width * self.sequence
+        passes = 8 if self.job.checkpoints else 6
+        return passes * each * self.job.batch * self.sequence / (self.tensor * self.job.pipeline) / rate

@@ -24,8 +24,9 @@ from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
 from lab import figures
 from lab.activations import largest_fitting
-from lab.plan.__main__ import ASPECT, USABLE, VOCABULARY, fit, of_model
-from lab.plan.formulas import WAYS, Rank, Shape
+from lab.plan.__main__ import USABLE, fit, rows_of
+from lab.plan.formulas import WAYS, Job
+from lab.plan.shapes import ASPECT, VOCABULARY, of_gpt, of_model
 from lab.simulate.hardware import preset
 from lab.simulate.world import Setting, simulate
 
@@ -105,11 +106,8 @@ def planned(way, machine, ranks):
 
     def fits(layers):
         width = ASPECT * layers
-        rest = VOCABULARY * width
-        shape = Shape("", 12 * layers * width**2 + rest, layers, rest, width, VOCABULARY, SEQUENCE)
-        per_node = min(ranks, machine.ranks_per_node)
-        row = Rank(shape, machine, ranks, per_node, 1, 1, 2, 1, SEQUENCE, checkpoints=True).row(way)
-        return layers <= MOST and fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
+        shape = of_gpt("", 12 * layers * width**2 + VOCABULARY * width, layers, width, sequence=SEQUENCE)
+        return layers <= MOST and rows_of(shape, machine, Job(ranks), among=[way])[0]["fits"]
 
     return max(1, largest_fitting(fits))
 
@@ -123,8 +121,9 @@ def largest(hardware, way, ranks):
             return False
         own = dict(way.own) | (SUB_GROUPS if way.engine == "offload.nvme" else {})
         found = run(way.engine, partial(gpt, layers), machine, ranks, own=own)
-        host, disk = (sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk"))
-        return fit(machine, found["peak_bytes"], host, disk, USABLE * machine.holds)
+        held = {where: sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk")}
+        part = machine.shared_by(min(ranks, machine.ranks_per_node))
+        return fit(part, held | {"device": found["peak_bytes"]}, USABLE * machine.holds)
 
     layers = largest_fitting(fits, near=planned(way, machine, ranks))
     parameters = of_model(partial(gpt, layers)).parameters if layers else 0

@@ -91,6 +91,7 @@ def counts(results):
         f"{results['engine']}: {results['model']}, {results['parameters']:,} parameters, {results['precision']}\n"
         f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}, simulated in "
         f"{results['simulated_in_seconds']:.1f} s and {show_bytes(results['really_held_bytes'])}"
+        + (f"; {results['attention']} attention" if results["attention"] else "")
     )
     by_phase = [(f"sent in {phase}, bytes", str(sent), "-") for phase, sent in results["wire_bytes_by_phase"].items()]
     return Table(title, ("", "counted", "predicted"), counts_of(results) + by_phase)

@@ -139,7 +139,7 @@ class Clock(TorchDispatchMode):
             return 0.0
         if self._stream in LINKS:
             return sum(tensor.nbytes for tensor in tensors_in(result)) / self._rate()  # a copy crosses once
-        flops, width = _flops(function, args, kwargs, result), _width(result, args)
+        flops, width = flops_of(function, args, kwargs, result), _width(result, args)
         self.flops[self._traffic.phase] += flops
         rate = hardware.flops.get(width, max(hardware.flops.values())) * hardware.fraction
         return max(flops / rate, moved / self._rate()) + hardware.operation
@@ -156,18 +156,16 @@ class Clock(TorchDispatchMode):
         sent = whole if "send" in function.__name__ else times * whole * (group.size() - 1) / group.size()
         ranks = dist.get_process_group_ranks(group)
         nodes = len({rank // self.ranks_per_node for rank in ranks})
-        seconds = sent / self.hardware.inside
-        if nodes > 1:
-            here = len(ranks) // nodes  # ranks of a node in this group
-            rings = self.ranks_per_node // here  # groups like this one, which share the node's links
-            crossing = sent * rings
-            if "alltoall" in function.__name__:  # straight to the rank that it is for
-                crossing = sent * self.ranks_per_node * (len(ranks) - here) / (len(ranks) - 1)
-            seconds = max(seconds, crossing / self.hardware.between)
+        here = len(ranks) // nodes  # ranks of a node in this group
+        leaving = sent if nodes > 1 else 0  # a ring leaves each node once
+        if "alltoall" in function.__name__:  # straight to the rank that it is for
+            leaving = sent * here * (len(ranks) - here) / (len(ranks) - 1)
+        seconds = self.hardware.over_links(sent, leaving, rings=self.ranks_per_node // here)
         return seconds + self.hardware.latency * (group.size() - 1).bit_length()
 
 
-def _flops(function, args, kwargs, result):
+def flops_of(function, args, kwargs, result):
+    """Floating-point operations of an operation of torch."""
     count = flop_counter.flop_registry.get(function.overloadpacket)
     if count is not None:
         return count(*args, **kwargs, out_val=result)

@@ -1,4 +1,4 @@
-"""A rank's hardware, in the few numbers that determine a step's time. Presets, from data sheets: hardware.toml."""
+"""A node's hardware, in the few numbers that determine a step's time. Presets, from data sheets: hardware.toml."""
 
 import math
 import tomllib
@@ -10,31 +10,55 @@ from common.errors import InputError
 
 @dataclass(frozen=True)
 class Hardware:
-    """A rank's device and its links: bytes, and bytes a second, unless said otherwise."""
+    """A node of GPUs and its links: bytes, and bytes a second, unless said otherwise."""
 
     name: str
-    flops: dict  # {bytes of an element: floating-point operations a second at their peak}
+    flops: dict  # {bytes of an element: floating-point operations a second of a GPU at their peak}
     fraction: float  # of the peak that a large matrix multiplication reaches
-    memory: float
+    memory: float  # of a GPU
     operation: float  # seconds that an operation takes, however small it is
-    inside: float  # what a rank sends within its node
+    inside: float  # what a GPU sends within its node
     between: float  # what a node sends to others
-    bus: float  # of a rank, each way; and so its disk
-    disk: float
+    bus: float  # of a GPU, each way
+    disk: float  # of a node, as are the host's
     host_memory: float  # for the steps of the host's optimizer
     holds: float
     ranks_per_node: int
+    bfloat16: bool = True
+    buses: float = math.inf  # how many GPUs of a node can use their bus at its rate at the same time
     latency: float = 10e-6  # seconds of a message
-    host_holds: float = math.inf  # a rank's part of its node's memory, and of its disks
+    host_holds: float = math.inf
     disk_holds: float = math.inf
     source: str = "from data sheets, and compared with no run"
 
+    def shared_by(self, gpus):
+        """The same with a rank's part, if so many GPUs of a node are in use, of what a node has once."""
+        parts = {name: getattr(self, name) / gpus for name in ("disk", "host_memory", "host_holds", "disk_holds")}
+        return replace(self, bus=self.bus * min(1, self.buses / gpus), buses=math.inf, **parts)
 
-PRESETS = {
-    name: Hardware(**{**fields, "flops": {int(width): rate for width, rate in fields["flops"].items()}})
-    for name, fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
-}
-PRESETS["h200-141g"] = replace(PRESETS["h100-80g"], name="DGX H200", memory=4800e9, holds=141e9)
+    def node_of(self, gpus, **changed):
+        """A node of so many GPUs, each with as large a part of it as in this one; and other changes."""
+        names = ("disk", "host_memory", "host_holds", "disk_holds")
+        parts = {name: getattr(self, name) / self.ranks_per_node * gpus for name in names}
+        bus = self.shared_by(self.ranks_per_node).bus
+        return replace(self, ranks_per_node=gpus, bus=bus, buses=math.inf, **parts, **changed)
+
+    def over_links(self, sent, leaving, rings):
+        """Seconds in which a rank sends bytes over its links, and a node's links carry what leaves it.
+
+        Args:
+            sent: bytes of a rank.
+            leaving: bytes that the ranks of its group, and of each of `rings` groups like it, send out of a node.
+        """
+        return max(sent / self.inside, rings * leaving / self.between)
+
+
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+PRESETS = {}
+for _name, _table in TABLES.items():  # each begins with those of the one that it is `like`
+    _fields = {**TABLES.get(_table.get("like"), {}), **_table}
+    _fields |= {"flops": {int(width): rate for width, rate in _fields["flops"].items()}}
+    PRESETS[_name] = Hardware(**{name: value for name, value in _fields.items() if name != "like"})
 
 
 def preset(name):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +106,47 @@ def _place(error):
     library = str(Path(torch.__file__).parent)
     frame = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)][-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+attend, normalize = F.scaled_dot_product_attention, F.rms_norm
+
+
+class Kernels:
+    """In this context attention and norms take the kernels of a backend's devices.
+
+    Fake tensors are a CPU's, whose attention with dropout keeps squares of the sequence, and whose RMSNorm keeps copies
+    in fp32. A GPU's fused kernels keep neither, so under "nccl" dropout is left to attention's, and layer_norm, which
+    keeps its input too, stands in for RMSNorm.
+
+    Attributes:
+        attention: the kernel of the last attention, "flash", "memory-efficient" or "math"; None if there was none.
+    """
+
+    def __init__(self, backend):
+        self.attention = None
+        taken = {"scaled_dot_product_attention": self.attend, "rms_norm": _normalize} if backend == "nccl" else {}
+        self._patches = mock.patch.multiple(F, **taken) if taken else contextlib.nullcontext()
+
+    def __enter__(self):
+        self._patches.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._patches.__exit__(*error)
+
+    def attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        """As F.scaled_dot_product_attention."""
+        flash = torch.backends.cuda.flash_sdp_enabled() and query.itemsize == 2 and attn_mask is None
+        self.attention = "flash" if flash else "memory-efficient"
+        if not (flash or torch.backends.cuda.mem_efficient_sdp_enabled()):
+            self.attention = "math"
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            return attend(query, key, value, attn_mask, 0.0, is_causal, **options)
+
+
+def _normalize(x, shape, weight=None, eps=None):
+    return F.layer_norm(x, shape, weight, None, eps or 1e-5)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------
@@ -270,8 +312,9 @@ def simulate(setting, step):
         step: `step(engine, micro_batches, no_sync, loss)` trains one; common.loop's.
 
     Returns:
-        A row: counts as the training commands have them, "peak_bytes", "peaks" by class, "worst", a Moment, and the
-        "samples" of the timeline; and where there is hardware its "time", see `Clock.found`, and a "trace".
+        A row: counts as the training commands have them, "attention", the name of its kernel, "peak_bytes", "peaks" by
+        class, "worst", a Moment, and the "samples" of the timeline; with hardware its "time", see `Clock.found`, and a
+        "trace".
 
     Raises:
         InputError: the setting is invalid, or the model reads values.
@@ -281,7 +324,7 @@ def simulate(setting, step):
         world = simulated_group(setting.backend)
     else:
         world = simulated_world(setting.world_size, setting.rank, setting.ranks_per_node, setting.backend)
-    with world as group, _rarely_collected():
+    with world as group, _rarely_collected(), Kernels(setting.backend) as kernels:
         engine, module = engine_of(setting, group)
         micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
         loss = loss_of if isinstance(module, Foreign) else models.loss
@@ -297,13 +340,14 @@ def simulate(setting, step):
         row = {"time": None, "trace": None, **counted(books, moments, setting, module)}
         if setting.hardware is not None:  # a step of its own: what follows memory makes no operations
             ranks_per_node = setting.ranks_per_node or setting.world_size
-            with Clock(setting.hardware, ranks_per_node, books.comm.traffic) as clock:
+            with Clock(setting.hardware.shared_by(ranks_per_node), ranks_per_node, books.comm.traffic) as clock:
                 step(engine, micro_batches, setting.no_sync, loss)
             tokens = setting.world_size * setting.batch * setting.accumulate * tokens_of(module, setting.sequence)
             row["time"] = clock.found(tokens, dtype_of(setting.precision).itemsize)
             row["trace"] = clock.trace(f"rank {setting.rank}, simulated")
         return row | {
             "parameters": models.count(module),
+            "attention": kernels.attention,
             "peak_bytes": moments.peak_bytes(),
             "peaks": {name: moments.peak_of(name) for name in moments.samples[0][1]},
             "worst": moments.worst,

@@ -102,8 +102,7 @@ def name_of(row, name):
 
 TRACE = {
     "traceEvents": [
-        *(name_of(1, "compute"), name_of(2, "collectives"), name_of(3, "modules"), name_of(4, "bus")),
-        name_of(5, "host"),
+        *(name_of(1, "compute"), name_of(2, "collectives"), name_of(3, "modules")),
         event(1, "cpu_op", "aten::ones", 0, 1),  # before the step
         event(1, "user_annotation", "backward", 5, 25),
         event(1, "cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 6, 24),
@@ -115,9 +114,6 @@ TRACE = {
         event(2, "user_annotation", "reduce_scatter of bucket 0", 10, 20),
         event(2, "cpu_op", "aten::add_", 18, 19),
         event(3, "user_annotation", "backward of head", 6, 24),
-        event(4, "user_annotation", "wait", 27, 28),
-        event(4, "user_annotation", "to_device of 0", 28, 29),
-        event(5, "user_annotation", "optimizer's step of 0", 26, 28),
     ]
 }
 
@@ -140,10 +136,20 @@ def test_rows_begin_with_the_first_phase_and_name_phases_waits_and_collectives()
 
 
 def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
-    other = [{**one, "pid": 2} for one in TRACE["traceEvents"]]
-    assert hosts.rows_of({"traceEvents": TRACE["traceEvents"] + other}) == {
-        (0, "compute"): [(0, 20, "backward"), (20, 25, "step"), (9, 15, "waiting")],
-        (0, "collectives"): [(5, 15, "reduce_scatter")],
-        (0, "bus"): [(23, 24, "up the bus")],
-        (0, "host"): [(21, 23, "the host's step")],
+    events = [
+        *(name_of(row, name) for row, name in {1: "compute", 2: "bus", 3: "host"}.items()),
+        event(1, "user_annotation", "step", 1, 5),
+        event(1, "user_annotation", "wait", 2, 2.5),
+        event(1, "user_annotation", "aten::add", 2.5, 2.6),
+        *(event(1, "user_annotation", name, at, at + 1) for name, at in (("forward", 0), ("step", 7))),  # outside
+        event(2, "user_annotation", "to_device of 0", 3, 3.1),
+        event(2, "user_annotation", "wait", 2.9, 2.95),
+        event(3, "user_annotation", "optimizer's step of 0", 2, 2.9),
+    ]
+    other = [{**one, "pid": 2} for one in events]
+    assert hosts.rows_of({"traceEvents": events + other}) == {
+        (0, "compute"): [(0, 4, "step"), (1, 1.5, "waiting")],
+        (0, "collectives"): [],
+        (0, "bus"): [(2, pytest.approx(2.1), "up the bus")],
+        (0, "host"): [(1, 1.9, "the host's step")],
     }

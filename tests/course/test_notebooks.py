@@ -54,7 +54,7 @@ def test_questions_are_open(path, shorter):
         {cell.id: printed(cell) for cell in cells if cell.cell_type == "code" and cell.id.startswith(ASKS)}
         for cells in (executed(path, shorter).cells, read(path).cells)
     )
-    assert len(ran) >= 2
+    assert ran
     for name, text in ran.items():
         assert text.count("solved") == stored[name].count("not solved yet") == text.count("not solved yet") > 0, name
 
@@ -62,7 +62,7 @@ def test_questions_are_open(path, shorter):
 @pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
 def test_an_answer_in_a_wrong_form_is_told_the_right_one(path, shorter):
     cells = [cell for cell in executed(path, shorter).cells if cell.id.startswith("unfit-")]
-    assert len(cells) >= 2
+    assert cells
     for cell in cells:
         told = re.findall(r"not yet: .* is not (?:a|\d|True)", printed(cell))
         assert len(told) >= len(UNFIT) - 1, (cell.id, printed(cell))  # a question for names accepts any text

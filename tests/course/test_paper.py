@@ -21,6 +21,10 @@ def numbers(text, *patterns):
     return [number(pattern, text) for pattern in patterns]
 
 
+def attention(told):
+    return number(r"counts as ([\d.e+]+) parameters more", told)
+
+
 def bytes_by_hand(told):
     """Model states and activations as the papers count them, from the sheet's data."""
     stage, ranks = numbers(told, r"Stage (\d)", r"on (\d+) ranks")
@@ -45,7 +49,7 @@ def links_by_hand(told):
     rate = math.prod(numbers(told, r"peak is (\d+)", r"reaches (\d+)"))
     sent = 2 * (3 * psi - kept if "by stage 3" in told else 2 * psi) * (ranks - 1) / ranks
     sending = sent / (number(r"together send ([\d.]+)", told) * 1e9)
-    of_a_token = (8 if " with activation" in told else 6) * psi / (rate * 1e10)
+    of_a_token = (8 if " with activation" in told else 6) * (psi + attention(told)) / (rate * 1e10)
     return {
         "sent": sent,
         "collectives_seconds": sending,
@@ -58,8 +62,9 @@ def links_by_hand(told):
 def machine_by_hand(told):
     """The fastest strategy that fits, of all on every offer. ZeRO++ sends 1/4 over slow links, Offload 2 of 3 parts."""
     ranks, holds, psi = numbers(told, r"(\d+) GPUs", r"with (\d+) GB", r"of ([\d.e+]+) param")
-    computing = 8 * psi * number(r"has ([\d,]+) tokens", told) / (number(r"reaches ([\d.]+)", told) * 1e12)
-    amounts = r"It sends ([\d.]+) GB .* moves ([\d.]+) GB .* where it has ([\d.]+) GB, and ([\d.]+) GB"
+    rate = number(r"reaches ([\d.]+)", told) * 1e12
+    computing = 8 * (psi + attention(told)) * number(r"has ([\d,]+) tokens", told) / rate
+    amounts = r"It sends ([\d.]+) GB .* moves ([\d.]+) GB .* where it has ([\d.]+) GB, .* and ([\d.]+) GB"
     inside, bus, host, disk = (1e9 * float(amount) for amount in re.search(amounts, told).groups())
     offers = {
         key: (int(p), 1e9 * float(rate))
@@ -77,6 +82,11 @@ def machine_by_hand(told):
             "stage 1": ((4 + 12 / ranks) * psi, 0, two / slowest),
             "stage 2": ((2 + 14 / ranks) * psi, 0, two / slowest),
             "stage 3": (16 / ranks * psi, 0, three / slowest),
+            "stage 3, optimizer on the host": (
+                4 / ranks * psi,
+                12 / ranks * psi,
+                max(three / slowest, 4 * psi / ranks / bus),
+            ),
             "ZeRO-Offload": (2 * psi, 14 / ranks * psi, max(two / slowest, 4 * psi / ranks / bus)),
             "ZeRO-Infinity, host": (0, 16 / ranks * psi, max(three / slowest, three / ranks / bus)),
             "ZeRO-Infinity, disk": (0, 0, max(three / slowest, three / ranks / bus, 34 / ranks * psi / disk)),
@@ -90,7 +100,9 @@ def machine_by_hand(told):
             ),
         }
         fits = [
-            way for way, (device, on_host, _) in ways.items() if device + room[way] <= 0.9e9 * holds and on_host <= host
+            way
+            for way, (device, on_host, _) in ways.items()
+            if device + room[way] <= 0.9e9 * holds and on_host <= 0.9 * host
         ]
         first = first or fits[0]
         fitting |= {(offer, way): max(computing, ways[way][2]) for way in fits}

@@ -156,6 +156,30 @@ def make_masks():
     return Masks(8, 8), lambda samples, length: torch.zeros(samples, length, 8)
 
 
+class Attends(nn.Linear):
+    """Attention of four heads with dropout, behind an RMSNorm, from inputs [samples, length, 64]."""
+
+    def forward(self, x):
+        heads = super().forward(nn.functional.rms_norm(x, (64,))).unflatten(-1, (4, 16)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True)
+
+
+def make_attends():
+    return Attends(64, 64), lambda samples, length: torch.zeros(samples, length, 64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "kernel"),
+    [("nccl", "bf16", "flash"), ("nccl", "fp32", "memory-efficient"), ("gloo", "bf16", None)],
+)
+def test_a_simulated_gpu_attends_by_its_own_kernel_which_keeps_no_square_of_the_sequence(backend, precision, kernel):
+    how = {"precision": precision, "sequence": 1024, "backend": backend}
+    counts = simulate(Setting(find_engine("stage0_ddp"), f"{__name__}:make_attends", 2, **how), train_step)
+    assert counts["attention"] == kernel
+    square = 4 * 1024**2 * 4  # bytes: four heads, fp32
+    assert (counts["peak_bytes"] < square) == (backend == "nccl")
+
+
 @pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
 @pytest.mark.parametrize("name", SEVEN)
 def test_a_model_of_ones_own_is_simulated(name, model):

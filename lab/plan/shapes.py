@@ -1,0 +1,270 @@
+"""Shapes: of a model's parts as a paper's table has them, of a Hugging Face config.json, of a module, of a size."""
+
+import functools
+import json
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import models
+from common.engine.units import make_units
+from common.errors import InputError
+from common.measure.memory import storage_id
+from common.models.gpt import GPT
+from common.models.llama import Llama
+from common.models.lora import LoRAGPT
+from common.models.moe import MoEGPT
+from common.tensors import fake_tensors, map_tensors, tensors_in
+from lab.plan.formulas import Measured, Shape
+from lab.simulate.clock import flops_of
+from lab.simulate.moments import Storages
+from lab.simulate.world import Foreign, Kernels, batch_of, loss_of, model_of, tokens_of
+
+ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
+SEQUENCE, VOCABULARY = 2048, 50257
+PRESETS = tomllib.loads(Path(__file__).with_name("models.toml").read_text())  # shapes that people train
+KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "vocabulary": ("vocab_size",),
+    "sequence": ("max_position_embeddings", "n_positions"),
+    "experts": ("num_local_experts", "num_experts"),
+    "active": ("num_experts_per_tok",),
+    "tied": ("tie_word_embeddings",),
+}
+
+
+def size_of(text):
+    """Bytes, of "40GB"; parameters, of "70e9" or "70B"; else an InputError."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBGT]?)B?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()]
+    except (TypeError, ValueError):
+        number = 0
+    if not number > 0:
+        raise InputError(f"{text!r} is no size; write 70e9, 70B or 40GB")
+    return number
+
+
+def of_size(text):
+    """A GPT of so many parameters, ASPECT times as wide as it is deep."""
+    parameters = size_of(text)
+    layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
+    width = max(1, round((parameters / (12 * layers)) ** 0.5))
+    return of_gpt(f"a GPT of {text}", parameters, layers, width)
+
+
+def of_gpt(name, parameters, layers, width, vocabulary=VOCABULARY, sequence=SEQUENCE):
+    """A GPT-2 of so many parameters: its head is tied to the embedding, its feed-forward layers are four times as wide.
+
+    A block keeps 16 numbers for each of its width: the inputs of two norms and what these make, query, key, value,
+    attention's output, and both sides of the GELU.
+    """
+    root = vocabulary * width
+    return Shape(
+        name,
+        parameters,
+        layers,
+        block=(parameters - root) / layers,
+        root=root,
+        largest=root,
+        width=width,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        whole=4 * width,
+        cut=12 * width,
+        working=4 * width,
+        weights=5 * width**2,
+    )
+
+
+def transformer(
+    name, *, layers, hidden, vocabulary, heads, ffn=None, kv_heads=None, head=None, experts=0, active=1, **others
+):
+    """A Llama, or a mixture of experts of its blocks: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+    Args:
+        ffn: width of a feed-forward layer (8/3 of `hidden`). heads, kv_heads: of queries, and of keys and values.
+        head: features of a head. experts, active: in a block, and of them for a token; 0 is one feed-forward layer.
+        others: tied, whether the head is the embedding (False); sequence, the usual length of a sample (SEQUENCE).
+    """
+    if min(layers, hidden, vocabulary, heads) < 1 or (experts and not 1 <= active <= experts):
+        raise InputError(f"{name}: layers, widths, heads and vocabulary are 1 or more, active experts at most experts")
+    ffn, head = ffn or 8 * hidden // 3, head or hidden // heads
+    queries, values = heads * head, (kv_heads or heads) * head
+    attention, expert = 2 * hidden * (queries + values), 3 * hidden * ffn
+    block = attention + max(1, experts) * expert + experts * hidden + 2 * hidden
+    embedding, tied = vocabulary * hidden, others.get("tied")
+    routed = 2 * active * hidden if experts else 0  # what goes to the experts, and comes back
+    return Shape(
+        name,
+        parameters=layers * block + (1 if tied else 2) * embedding + hidden,
+        layers=layers,
+        block=block,
+        root=embedding if tied else hidden,
+        last=0 if tied else embedding,
+        largest=embedding,
+        active=layers * (attention + active * expert) + embedding if experts else None,
+        width=hidden,
+        vocabulary=vocabulary,
+        sequence=others.get("sequence") or SEQUENCE,
+        whole=4 * hidden + routed,
+        cut=2 * queries + 2 * values + 4 * (active if experts else 1) * ffn,
+        working=2 * ffn,
+        weights=hidden * ffn,
+    )
+
+
+def of_config(path):
+    """The shape in a Hugging Face config.json, read as JSON: of a Llama, Qwen or Mixtral; or of a GPT-2."""
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {error}; give a Hugging Face config.json") from error
+    found = {
+        key: next((config[name] for name in names if config.get(name) is not None), None) for key, names in KEYS.items()
+    }
+    if missing := [KEYS[key][0] for key in ("layers", "hidden", "heads", "vocabulary") if found[key] is None]:
+        raise InputError(
+            f"{path} has no {', '.join(missing)}; give the shape by --layers, --hidden, --heads and --vocab"
+        )
+    found = {key: value for key, value in found.items() if value is not None}
+    found["sequence"] = min(found.get("sequence", SEQUENCE), 8192)  # what is trained, not the most that it takes
+    name = config.get("model_type", Path(path).stem)
+    if name == "gpt2":
+        layers, width, vocabulary = found["layers"], found["hidden"], found["vocabulary"]
+        parameters = 12 * layers * width**2 + (vocabulary + found["sequence"]) * width
+        return of_gpt(name, parameters, layers, width, vocabulary, found["sequence"])
+    return transformer(name, **found)
+
+
+def of_model(name):
+    """The shape of a model, from its modules: of a preset, the zoo, a landmark, or package.module:function."""
+    if name in PRESETS:
+        return transformer(name, **PRESETS[name])
+    model = model_of(name)
+    units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, _Run)
+    counts = {unit.name: SimpleNamespace(all=_count(unit.buckets), trained=_count(unit.trainable)) for unit in units}
+    blocks = [counts[unit] for unit in counts if re.search(r"\.\d+$", unit)] or list(counts.values())
+    others = [counts[unit] for unit in counts if unit and counts[unit] not in blocks]
+    block, root = max(blocks, key=lambda unit: unit.all), counts.get("", SimpleNamespace(all=0, trained=0))
+    shape = {
+        "parameters": models.count(model),
+        "layers": len(blocks),
+        "block": block.all,
+        "root": root.all,
+        "last": max((unit.all for unit in others), default=0),
+        "largest": max((p.numel() for p in model.parameters() if p.requires_grad), default=0),
+        "trained": sum(unit.trained for unit in counts.values()),
+        "trained_block": block.trained,
+        "trained_root": root.trained,
+    }
+    if not isinstance(model, (GPT, Llama)) or isinstance(model, LoRAGPT):
+        length = None if isinstance(model, Foreign) else tokens_of(model)
+        own = tuple((unit.all, unit.trained) for unit in blocks)
+        return Shape(str(name), **shape, sequence=length, measured=functools.partial(measure, name), blocks=own)
+    vocabulary, width = model.wte.weight.shape
+    inside, gated = model.blocks[0].mlp, isinstance(model, Llama)
+    experts = len(inside.experts) if isinstance(model, MoEGPT) else 0
+    ffn = inside.gate.out_features if gated else 4 * width
+    return Shape(
+        str(name),
+        **shape,
+        active=shape["parameters"] - shape["layers"] * (experts - 1) * 8 * width**2 if experts else None,
+        width=width,
+        vocabulary=vocabulary,
+        sequence=model.window - 1,
+        whole=(6 if experts else 4) * width,
+        cut=5 * width + 4 * ffn if gated else 4 * width + 2 * ffn,  # keys and values are spread over all heads
+        working=2 * ffn if gated else ffn / max(1, experts / 2),
+        weights=width**2 if gated else width * (width + ffn),
+    )
+
+
+class _Run:
+    """The parameters of a unit that are of one kind, as `make_units` wants them; it counts them."""
+
+    def __init__(self, named_parameters, kind, world_size):
+        self.kind, self.numel = kind, sum(parameter.numel() for _, parameter in named_parameters)
+
+
+def _count(runs):
+    return sum(run.numel for run in runs)
+
+
+# ---- measured ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def measure(name, batch, sequence, width, checkpoints):
+    """Run a model forward and backward, without an engine, on tensors without values: a `Measured`.
+
+    A gradient is dropped when it is complete, as engines move it to a bucket.
+    """
+    model = model_of(name)
+    dtype = torch.bfloat16 if width == 2 else torch.float32
+    if checkpoints and hasattr(model, "checkpoint_activations"):
+        model.checkpoint_activations = models.KINDS[0]
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
+    blocks = max(
+        ([*of] for of in model.modules() if isinstance(of, (nn.ModuleList, nn.Sequential))), key=len, default=[]
+    )
+    with fake_tensors(allow_non_fake_inputs=True), Kernels("nccl"):
+        if any(tensor.is_meta for tensor in model.parameters()):
+            models.materialize(model, lambda name, tensor: None, "cpu")
+        length = sequence if isinstance(model, Foreign) or getattr(model, "predicts_text", False) else None
+        inputs, targets = map_tensors(
+            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch_of(model, batch, length)
+        )
+        live = _Live([*model.parameters(), *model.buffers()])
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        for number, block in enumerate(blocks):
+            block.register_forward_hook(functools.partial(live.mark, number), always_call=True)  # see `watch`
+        with live:
+            (loss_of if isinstance(model, Foreign) else models.loss)(model(inputs), targets).backward()
+    return Measured(live.peaks[None], [live.peaks[number] for number in range(len(blocks))], live.flops)
+
+
+def _drop_gradient(parameter):
+    parameter.grad = None
+
+
+class _Live(TorchDispatchMode):
+    """Operations, and the most bytes of activations, {the block whose backward began last, or None: bytes}."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.peaks, self.flops, self._now = Counter(), 0, None
+        self._storages, self._known = Storages(), set(map(storage_id, known))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.flops += flops_of(function, args, kwargs or {}, result)
+        given = [tensor for tensor in tensors_in([args, kwargs or {}, result]) if storage_id(tensor) not in self._known]
+        self.peaks[self._now] = max(self.peaks[self._now], self._storages.touch(given))
+        return result
+
+    def mark(self, number, module, args, output):
+        """A forward hook of a block: note when its backward begins."""
+
+        def begin(gradient):
+            self._now = number
+            self._storages.look()
+
+        self._storages.look()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
