@@ -8,8 +8,6 @@
 # make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. It
 #                 writes gpu-check.md, a page to post. PYTHON=python3
 # make papers     run the papers' numbers: each beside what the engines count
-# make soak       kill runs of every engine at random moments, 50 times each, to
-#                 see that they go on to the same bits; some 40 minutes
 # make scores     hold other libraries to the suite, in about half an hour; writes
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
@@ -19,11 +17,10 @@
 #                 -infinity, -zeropp (root, iproute2), -museum, -simulated,
 #                 -words
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
-# make lessons    write a page for each increment to results/local/lessons: two
-#                 engines side by side, their memory, and a step to go through
 # make site       write the explorer (a page with sliders for a model and its
-#                 GPUs) and the lesson pages to results/local/site: a folder that
-#                 any static host takes as it is, and a browser opens from disk
+#                 GPUs) and the lesson pages (two engines side by side, their
+#                 memory, a step to go through) to results/local/site: a folder
+#                 that any static host takes as it is, and a browser opens
 # make slides     write the slides of a lecture of 90 minutes to results/local:
 #                 one page, with notes for the lecturer
 # make student    write what students are given to results/local/student: a tree
@@ -46,7 +43,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp museum simulated words
 
-.PHONY: help demo notebooks lessons site slides student infinity test test-gpu gpu-check test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks site slides student infinity test test-gpu gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -59,13 +56,11 @@ demo: $(INSTALLED)
 	$(BIN)/python -m lab.compare --nproc 4 --oversubscribe --deterministic --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json && \
 	echo "make demo took $$(($$(date +%s) - began)) s. The picture is $(RESULTS)/demo.png. Next: the course, notebooks/README.md; or the code, from stage0_ddp/minimal.py on."
 
-lessons: $(INSTALLED)
-	$(BIN)/python -m course.lessons --out $(RESULTS)/lessons
-
 site: $(INSTALLED)
 	$(BIN)/python -m course.site --out $(RESULTS)/site
 
 slides: $(INSTALLED)
+	mkdir -p $(RESULTS)
 	$(BIN)/python -m course.slides --out $(RESULTS)/slides.html
 
 student: $(INSTALLED)
@@ -84,9 +79,6 @@ test-gpu:
 
 gpu-check:
 	$(PYTHON) -m lab.gpu_check
-
-soak: $(INSTALLED)
-	$(BIN)/python tests/tools/soak.py
 
 papers: $(INSTALLED)
 	PYTHONPATH=.:tests/papers $(BIN)/python tests/papers/ledger.py

@@ -1,7 +1,6 @@
-"""A notebook's quiz: beneath its last cell, in a terminal, and as a sheet for lecturers.
+"""A notebook's quiz: beneath its last cell, and as a sheet for lecturers.
 
-    python -m course.quiz 02_gradients                 one question after the other
-    python -m course.quiz 02_gradients --all           a sheet of them; of all notebooks if none is named
+    python -m course.quiz 02_gradients                 a sheet; of all notebooks if none is named
     python -m course.quiz 02_gradients --answers       the same with answers
 
 The questions are in notebooks/quizzes/, a file for each notebook. Every choice says why it is right, or what is
@@ -12,9 +11,9 @@ import html
 import random
 import re
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from IPython.display import HTML
 from jinja2 import Template
 from rich.console import Console
 from rich.markup import escape
@@ -28,24 +27,18 @@ VERDICTS = {True: "Right.", False: "Not yet."}
 
 
 def main(arguments=None):
-    """Ask, or print a sheet."""
+    """Print a sheet."""
     parser = parser_of("course.quiz", __doc__)
-    parser.add_argument("notebook", nargs="?", help="such as 02_gradients")
-    parser.add_argument("--all", action="store_true", help="print all questions, and ask none")
-    parser.add_argument("--answers", action="store_true", help="the same, with answers")
+    parser.add_argument("notebook", nargs="?", help="such as 02_gradients (default: all)")
+    parser.add_argument("--answers", action="store_true", help="with answers")
     options = parser.parse_args(arguments)
-    sheet, console = options.all or options.answers, Console(highlight=False)
     with one_line_errors():
-        if not options.notebook and not sheet:
-            raise InputError(f"name a notebook: {', '.join(known())}")
         quizzes = {name: questions_of(name) for name in ([options.notebook] if options.notebook else known())}
-        for name, questions in quizzes.items():
-            if not sheet:
-                ask(console, questions)
-                continue
-            console.print(f"[bold]{name}[/bold]\n")
-            for number, question in enumerate(questions, start=1):
-                show_question(console, number, question, options.answers)
+    console = Console(highlight=False)
+    for name, questions in quizzes.items():
+        console.print(f"[bold]{name}[/bold]\n")
+        for number, question in enumerate(questions, start=1):
+            show_question(console, number, question, options.answers)
 
 
 def known():
@@ -78,18 +71,7 @@ def quiz(name):
     Raises:
         InputError: see `questions_of`.
     """
-    return Quiz(name, page(questions_of(name)))
-
-
-@dataclass(frozen=True)
-class Quiz:
-    """A quiz as a page; what has no HTML shows its name."""
-
-    name: str
-    html: str = field(repr=False)
-
-    def _repr_html_(self):
-        return self.html
+    return HTML(page(questions_of(name)))
 
 
 def page(questions):
@@ -103,49 +85,18 @@ def marked_up(text):
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text.strip()))
 
 
-# ---- in a terminal ----------------------------------------------------------------------------------------------
+# ---- on a sheet -------------------------------------------------------------------------------------------------
 
 
-def ask(console, questions):
-    """Ask each question until its answer is right, and say why each answer is right or wrong."""
-    at_once = 0
-    try:
-        for number, question in enumerate(questions, start=1):
-            show_question(console, number, question)
-            tries = 1
-            while not answered(console, question["choice"]):
-                tries += 1
-            at_once += tries == 1
-    except (EOFError, KeyboardInterrupt):  # the user has left
-        console.print()
-        return
-    console.print(f"{at_once} of {len(questions)} right at once.")
-
-
-def answered(console, choices):
-    """Read the number of a choice, show its verdict, and return whether it was right."""
-    said = input(f"Your answer, 1 to {len(choices)}: ").strip()
-    if not said.isdecimal() or not 1 <= int(said) <= len(choices):
-        console.print(f"Give a number from 1 to {len(choices)}.")
-        return answered(console, choices)
-    choice = choices[int(said) - 1]
-    show_verdict(console, choice)
-    return choice.get("right", False)
-
-
-def show_question(console, number, question, answers=False):
+def show_question(console, number, question, answers):
     console.print(f"[bold]{number}.[/bold] {escape(question['ask'].strip())}")
     for place, choice in enumerate(question["choice"], start=1):
         console.print(Padding(escape(f"{place}  {choice['say'].strip()}"), (0, 0, 0, 3)))
         if answers:
-            show_verdict(console, choice)
+            right = choice.get("right", False)
+            text = f"[{'green' if right else 'yellow'}]{VERDICTS[right]}[/] {escape(choice['why'].strip())}"
+            console.print(Padding(text, (0, 0, 1, 6)))
     console.print()
-
-
-def show_verdict(console, choice):
-    right = choice.get("right", False)
-    text = f"[{'green' if right else 'yellow'}]{VERDICTS[right]}[/] {escape(choice['why'].strip())}"
-    console.print(Padding(text, (0, 0, 1, 6)))
 
 
 if __name__ == "__main__":

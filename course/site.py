@@ -5,10 +5,10 @@ The folder needs no server of ours: open its index.html, or put it on any static
 
 from pathlib import Path
 
-from common.outputs import one_line_errors, parser_of
+from common.outputs import one_line_errors, parser_of, try_folder, written
 from course.explorer.page import TITLE, explorer
 from course.lessons import recording
-from course.lessons.__main__ import INCREMENTS, described, opened, write
+from course.lessons.page import INCREMENTS, described, write
 from course.lessons.templates import inline, render
 
 
@@ -18,20 +18,17 @@ def main(arguments=None):
     parser.add_argument("--out", metavar="FOLDER", default="results/local/site", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        out = opened(options.out)
-        lessons = opened(out / "lessons")
+        out = Path(options.out)
+        with written(out):
+            (out / "lessons").mkdir(parents=True, exist_ok=True)
+            try_folder(out)
         recorded = recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
         about = described(recorded)
         (out / "explorer.html").write_text(explorer(recorded, about))
-        (out / "index.html").write_text(index(about))
-        for path in (out / "index.html", out / "explorer.html", *write(lessons, INCREMENTS, recorded)):
+        body = Path(__file__).with_suffix(".html").read_text().strip().format(about=inline(about), explorer=TITLE)
+        (out / "index.html").write_text(render("document.html", title="ZeRO, stage by stage", body=body))
+        for path in (out / "index.html", out / "explorer.html", *write(out / "lessons", INCREMENTS, recorded)):
             print(path)
-
-
-def index(about):
-    """The page that leads to the others."""
-    body = Path(__file__).with_suffix(".html").read_text().strip().format(about=inline(about), explorer=TITLE)
-    return render("document.html", title="ZeRO, stage by stage", body=body)
 
 
 if __name__ == "__main__":

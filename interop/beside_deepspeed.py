@@ -30,10 +30,9 @@ WAYS, CAUSES = TOLD["ways"], TOLD["causes"]
 def main(arguments=None):
     """Parse the arguments, run all, show the table and write it."""
     parser = parser_of("interop.beside_deepspeed", __doc__)
-    parser.add_argument("--folder", type=Path, default=Path("results/local/museum"), help="(default: %(default)s)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: %(default)s)")
     options = asked(parser, arguments)
-    rows = compared(cases(), installed(RELEASE, options.folder), options.nproc)
+    rows = compared(cases(), installed(RELEASE), options.nproc)
     machine = f"{hardware(torch.device('cpu'))}; deepspeed {RELEASE}"
     tell(options, {"world_size": options.nproc, "hardware": machine, "rows": rows}, table)
 

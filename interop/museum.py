@@ -116,23 +116,19 @@ SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # bugs, 
 @one_line_errors()
 def main(arguments=None):
     """Install, run, show and write the results; exit with 1 if an exhibit is not red and then green."""
-    parser = parser_of("interop.museum", __doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="N", help="only the issues with these numbers")
-    options = asked(parser, arguments)
+    options = asked(parser_of("interop.museum", __doc__), arguments)
     check_clone("tests/any_engine")
-    exhibits = [row for row in SHOWN["exhibits"] if not options.only or row["issue"].split()[-1] in options.only]
-    rows = [shown(exhibit, options.folder) for exhibit in exhibits]
+    rows = [shown(exhibit) for exhibit in SHOWN["exhibits"]]
     machine = hardware(torch.device("cpu"))
     tell(options, {"rows": rows, "not_here": SHOWN["not_here"], "hardware": machine}, table)
     if not all(row["red"] and row["green"] for row in rows):
         sys.exit("error: an exhibit above is not red in the old release and green in the new one")
 
 
-def shown(exhibit, folder):
+def shown(exhibit):
     """A row of the results: what the cell says of both releases."""
-    passes, message = held(exhibit, exhibit["red"], folder)
-    good, complaint = held(exhibit, exhibit["green"], folder)
+    passes, message = held(exhibit, exhibit["red"])
+    good, complaint = held(exhibit, exhibit["green"])
     say(f"{exhibit['issue']}: {exhibit['red']} {'passes' if passes else message}")
     say(f"{exhibit['issue']}: {exhibit['green']} {'passes' if good else complaint}")
     return {**exhibit, "release": exhibit["red"], "message": message} | {
@@ -141,9 +137,9 @@ def shown(exhibit, folder):
     }
 
 
-def held(exhibit, release, folder):
+def held(exhibit, release):
     """Run the exhibit's cell on a release; return whether it passes, and otherwise the first line of its message."""
-    place = installed(release, folder)
+    place = installed(release)
     cell = f"{CELLS}[{exhibit['engine']}-{exhibit['cell']}]"
     ended = run(place, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit["engine"], cell)
     if ended.returncode == 0 and re.search(r"\b1 passed\b", ended.stdout):
@@ -154,9 +150,9 @@ def held(exhibit, release, folder):
     return False, said[0]
 
 
-def installed(release, folder):
+def installed(release):
     """The folder of a release, installed if it is not yet; an InputError if pip does not get it."""
-    place = folder.absolute() / f"deepspeed-{release}"
+    place = ROOT / "results/local/museum" / f"deepspeed-{release}"
     if not (place / "deepspeed").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]
         environment = {**os.environ, "DS_BUILD_OPS": "0"}

@@ -18,7 +18,6 @@ On GPUs a contestant has all of them to itself, and worlds come one after the ot
 """
 
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -141,8 +140,6 @@ def bench(options):
 
 def check(options):
     """Validate the options before any rank starts; return stages by name and peers as classes, and cases."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise InputError("lab.bench starts its own ranks, a world for each contestant; run it without torchrun")
     known = {name: getattr(peers, name) for name in peers.__all__ if getattr(peers, name).name}
     named = list(known) if options.peers == "all" else [name for name in options.peers.split(",") if name]
     for name in named:

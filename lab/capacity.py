@@ -110,8 +110,6 @@ def survey(options):
 
 def check(options):
     """Validate the options before any rank starts; return the engines, the precisions and the cap in bytes."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise InputError("lab.capacity starts its own ranks, a world for each trial; run it without torchrun")
     if not torch.cuda.is_available() and sys.platform != "linux":
         raise InputError("without a GPU the limit is Linux's RLIMIT_DATA; other systems enforce none")
     engines, precisions = options.engines.split(","), options.precisions.split(",")

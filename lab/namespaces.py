@@ -107,12 +107,6 @@ class TwoNodes:
                     node.kill()
                     node.wait()
 
-    def kill(self, node):
-        """Kill all processes on a node at once, as a power cut does."""
-        for process in _call("ip", "netns", "pids", self.names[node]).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
-
 
 def _together(node, restarts):
     """Options by which the two torchruns find each other: at fixed addresses, or by torch's own rendezvous."""

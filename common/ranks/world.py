@@ -172,6 +172,8 @@ class LocalWorld(contextlib.AbstractContextManager):
         log=None,
     ):
         check_size(size, oversubscribe)
+        if torchrun_env() is not None:
+            raise InputError("this starts ranks of its own, world after world; run it without torchrun")
         self.size = size
         # A fork server imports torch once for all ranks. CUDA does not survive a fork, so with GPUs ranks spawn.
         forks = sys.platform == "linux" and not torch.cuda.is_available()

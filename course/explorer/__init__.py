@@ -1,8 +1,6 @@
 """The explorer: one HTML page with sliders that states the figures of `lab.plan` and shows a step of the engines.
 
-    python -m course.explorer     write results/local/explorer.html
-
-It computes in the browser and asks no server for anything.
+`make site` writes it. It computes in the browser and asks no server for anything.
 
     formulas.js    lab/plan/formulas.py in JavaScript, name by name
     explorer.js    sliders, bars, the setting in the address

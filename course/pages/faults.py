@@ -2,8 +2,8 @@
 
 Read this afterwards.
 
-`a()` to `e()` make an engine's class: a stage's, with one wrong method. Its `truth`, from faults.toml, says what is
-wrong, on which rank and where, and `check` compares a student's answers with it.
+`a()` to `e()` make an engine's class: a stage's, with one wrong method. TRUTHS, from faults.toml, say what is wrong, on
+which rank and where, and `check` compares a student's answers with them.
 """
 
 import itertools
@@ -24,10 +24,8 @@ def a():
     """Stage 2."""
 
     class Engine(find_engine("stage2_grad")):
-        truth = TRUTHS["a"]
-
         def gather(self, bucket):
-            if (self.rank, bucket.name) != (self.truth.rank, self.truth.place):
+            if (self.rank, bucket.name) != (TRUTHS["a"].rank, TRUTHS["a"].place):
                 super().gather(bucket)
 
     return Engine
@@ -37,14 +35,13 @@ def b():
     """Stage 3."""
 
     class Engine(find_engine("stage3_param")):
-        truth = TRUTHS["b"]
-
         def unshard(self, unit, order):
             super().unshard(unit, order)
-            if self.rank == self.truth.rank and self.updates and self.grad_enabled:
+            place = TRUTHS["b"].place
+            if self.rank == TRUTHS["b"].rank and self.updates and self.grad_enabled:
                 for bucket in unit.buckets:
-                    if self.truth.place in bucket.members:
-                        bucket.members[self.truth.place].data = bucket.freed.views[self.truth.place]
+                    if place in bucket.members:
+                        bucket.members[place].data = bucket.freed.views[place]
 
     return Engine
 
@@ -53,11 +50,9 @@ def c():
     """Stage 2."""
 
     class Engine(find_engine("stage2_grad")):
-        truth = TRUTHS["c"]
-
         def reduce(self, bucket):
             self.allocate_gradients(bucket)
-            if (self.rank, bucket.name) == (self.truth.rank, self.truth.place):
+            if (self.rank, bucket.name) == (TRUTHS["c"].rank, TRUTHS["c"].place):
                 self.seen = [*getattr(self, "seen", ()), bucket.local_gradients]
             super().reduce(bucket)
 
@@ -68,8 +63,6 @@ def d():
     """Stage 1."""
 
     class Engine(find_engine("stage1_os")):
-        truth = TRUTHS["d"]
-
         def finish_backward(self):
             super().finish_backward()
             for bucket in self.buckets:
@@ -82,11 +75,9 @@ def e():
     """Stage 1."""
 
     class Engine(find_engine("stage1_os")):
-        truth = TRUTHS["e"]
-
         def update(self):
             for bucket in self.buckets:
-                late = (self.rank, bucket.name) == (self.truth.rank, self.truth.place)
+                late = (self.rank, bucket.name) == (TRUTHS["e"].rank, TRUTHS["e"].place)
                 if not late:
                     self.step_shard(bucket.optimizer_shard)
                 self.gather(bucket)
@@ -113,7 +104,7 @@ def check(question, answer):
 
 
 def _verdict(question, letter, answer):
-    truth = FAULTS[letter]().truth
+    truth = TRUTHS[letter]
     right = KINDS.index(truth.kind) if question == "kind" else getattr(truth, question)
     return unfit(answer, FORMS[question]) or judge(answer, right, otherwise=truth.hints[question])
 

@@ -174,9 +174,6 @@ class Engine:
         """The configuration's loss scale: 0 adapts it. `optimizer.cur_scale` is the current one."""
         return self._settings.loss_scale
 
-    def dynamic_loss_scale(self):
-        return self.loss_scale() == 0
-
     def was_step_applied(self):
         """Whether the last step() updated the parameters."""
         return self._stepped

@@ -26,7 +26,7 @@ from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
-from common.ranks.world import LocalWorld, RankFailed, check_size, torchrun_env
+from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.train import default_nproc
 from interop.diagnose import causes
 from interop.diagnose.comparing import Comparison
@@ -56,8 +56,6 @@ def main(arguments=None):
     with one_line_errors():
         options = asked(parser, arguments)
         check_counts(options, "steps", "timeout")
-        if torchrun_env() is not None:
-            raise InputError("diagnose starts ranks of its own, run after run: start it by python -m, not by torchrun")
         check_size(options.nproc, options.oversubscribe)
         names = options.engines.split(",")
         check(options.target, [options.against, *names])
@@ -182,27 +180,27 @@ def found_of(name, runs, compared):
         Its row; and, if it diverges from a cause still to be named, (recording, step, found).
     """
     made = engine_of(name)
-    row = {"engine": name, "first_bit": None, "step": None, "rank": None, "what": None, "parameter": None}
+    row = {"engine": name, "step": None, "rank": None, "what": None, "parameter": None}
     row |= {"share_of_step": None, "loss": None, "failed": False, "quantizes": getattr(made, "quantizes", False)}
     try:
         other = runs(made, reads=False)
-        first, step, found = compared.parts(other)
+        equal, step, found = compared.parts(other)
         losses = [loss for rank in other for loss in rank["steps"][-1]["losses"]]
-        row |= {"first_bit": first, "not_taken": other[0]["not_taken"]}
+        row["not_taken"] = other[0]["not_taken"]
         row["loss"] = sum(losses) / len(losses) if losses else None  # of the last step
-        if first is None:
+        if equal:
             return {**row, "looks_like": causes.EQUAL}, None
         read = runs(made)
     except InputError as error:
         return {**row, "failed": True, "looks_like": f"refuses: {error}"}, None
     except RankFailed as failure:
         return {**row, "failed": True, "looks_like": f"fails: {runs.told(failure)}"}, None
-    stale, (first, step, found) = (step, found), compared.parts(read)
+    stale, (_, step, found) = (step, found), compared.parts(read)
     if step is None and stale[0] is not None:
         step, (off, *_) = stale
         return {**row, "step": step, "rank": off.rank, "what": off.what, "looks_like": causes.STALE}, None
     if step is None:
-        return {**row, "first_bit": first, "looks_like": causes.ROUNDING}, None
+        return {**row, "looks_like": causes.ROUNDING}, None
     begins = next(off for off in found if off.excess > 1)
     found = [begins, *(off for off in found if off is not begins)]
     weights = [off for off in found if off.what == "weights"]

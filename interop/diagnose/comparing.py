@@ -83,20 +83,20 @@ class Comparison:
         """Where another recording diverges.
 
         Returns:
-            (first, step, found): the first step with another bit, None if there is none; the first that rounding does
-            not explain, None if it explains all; and what differs in that step, [Off] in the order of a step's
+            (equal, step, found): whether every bit is equal; the first step with a difference that rounding does not
+            explain, None if it explains all; and what differs in that step, [Off] in the order of a step's
             computation. Step 0 is the engine as it was built.
         """
-        first = None
+        equal = True
         lengths = [len(side[0]["steps"]) for side in (other, self.reference)]
         for step in range(min(lengths)):
             found = self.offs(other, step)
-            first = step if found and first is None else first
+            equal = equal and not found
             if any(off.excess > 1 for off in found):
-                return first, step, found
+                return False, step, found
         if lengths[0] != lengths[1]:
-            return first or min(lengths), min(lengths), [Off("steps", 0, math.inf)]
-        return first, None, []
+            return False, min(lengths), [Off("steps", 0, math.inf)]
+        return equal, None, []
 
     def offs(self, other, step):
         """What differs in a step."""

@@ -30,7 +30,7 @@ from common.ranks.world import launch
 from offload.nvme import InfinityEngine
 
 PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
-WIDTH = 8192
+WIDTH, ELEMENTS = 8192, 2**28  # of the weights
 STATES = 12  # bytes of a parameter on disk: weight and two moments, in fp32
 SUB_GROUP_MB = 64.0  # of fp32 weights
 WARM_UP, ROUNDS = 2, 7  # turns that are not timed, as the first creates the states; and those that are
@@ -42,12 +42,9 @@ def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("lab.offload.disk_step", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
-    parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
     options = asked(parser, arguments)
     if shutil.which("fio") is None:
         raise InputError("fio, which measures the disk, is not installed: apt-get install fio")
-    if not WIDTH <= options.elements < float("inf"):
-        raise InputError(f"--elements {options.elements:g}: give at least {WIDTH}")
     if not os.path.isdir(options.path):
         raise InputError(f"--path {options.path}: there is no such folder; make it first")
     tell(options, launch(measure, options, nproc=1), table)
@@ -55,32 +52,30 @@ def main(arguments=None):
 
 def measure(world, options):
     """Let the engine's step, the step in memory and fio take turns: the JSON of `lab.offload.disk_step`."""
-    rows = int(options.elements) // WIDTH
-    elements = rows * WIDTH
     folder = tempfile.mkdtemp(prefix="zero-disk-step-", dir=options.path)
     try:
         with torch.device("meta"):
-            layer = nn.Linear(WIDTH, rows, bias=False)
+            layer = nn.Linear(WIDTH, ELEMENTS // WIDTH, bias=False)
         how = {"tiers": PLACED, "path": folder, "sub_group_mb": SUB_GROUP_MB}
         engine = InfinityEngine(layer, ADAMW, init=lambda name, tensor: tensor.fill_(0.01), **how)
         turns = []
         with progress_bar() as bar:
             for _ in bar.track(range(WARM_UP + ROUNDS), description="turns"):
-                turns.append(_turn(engine, folder, elements))
+                turns.append(_turn(engine, folder))
     finally:
         shutil.rmtree(folder)
     return {
         "hardware": hardware(world.device),
         "threads": torch.get_num_threads(),
-        "elements": elements,
+        "elements": ELEMENTS,
         "sub_group_mb": SUB_GROUP_MB,
         "direct": engine.tier["nvme"].file.direct,
-        "bytes_read_and_written": 2 * STATES * elements,
+        "bytes_read_and_written": 2 * STATES * ELEMENTS,
         "turns": turns[WARM_UP:],
     }
 
 
-def _turn(engine, folder, elements):
+def _turn(engine, folder):
     """One turn of each; seconds, and fio's bytes a second."""
     out = engine(torch.ones(1, WIDTH))
     engine.backward(out.mean())
@@ -89,12 +84,12 @@ def _turn(engine, folder, elements):
     engine.step()
     step = time.perf_counter() - began
     moved = sum(engine.comm.traffic.on_disk().values())
-    return {"step_seconds": step, "moved": moved, "update_seconds": _update(elements), "fio": _fio(folder)}
+    return {"step_seconds": step, "moved": moved, "update_seconds": _update(), "fio": _fio(folder)}
 
 
-def _update(elements):
+def _update():
     """The seconds of the same update over states in memory, part by part, as not all of them need fit."""
-    part = min(elements, 2**24)
+    part = 2**24
     weights = nn.Parameter(torch.zeros(part))
     weights.grad = torch.full((part,), 1e-3)
     optimizer = ADAMW([weights])
@@ -102,7 +97,7 @@ def _update(elements):
     began = time.perf_counter()
     for _ in range(3):
         optimizer.step()
-    return (time.perf_counter() - began) / 3 * elements / part
+    return (time.perf_counter() - began) / 3 * ELEMENTS / part
 
 
 def _fio(folder):

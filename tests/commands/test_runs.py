@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from commands import result, run, wait_for
-from machine import needs_two_nodes
+from machine import needs_two_nodes, power_cut
 from places import ROOT
 from training import ENGINES, message_of
 
@@ -129,7 +129,7 @@ def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, un
     options = ("--steps", 50, "--save", folder, "--resume", "--json", path)
     with nodes.started("stage3_param", *TRAINING, *map(str, options), "--save-every", "1") as running:
         wait_for(lambda: runs.complete(folder))
-        nodes.kill(1)
+        power_cut(nodes, 1)
         assert running[0].wait(60) != 0  # the other node does not wait forever
     assert max(runs.complete(folder)) < 50
     across(nodes, "stage3_param", *options)

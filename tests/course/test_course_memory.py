@@ -66,13 +66,13 @@ def test_first_fit_lays_no_two_blocks_over_each_other():
 
 def test_faults_know_right_from_wrong():
     for question in ("kind", "rank", "place"):
-        truths = {letter: getattr(make().truth, question) for letter, make in faults.FAULTS.items()}
+        truths = {letter: getattr(truth, question) for letter, truth in faults.TRUTHS.items()}
         if question == "kind":
             truths = {letter: faults.KINDS.index(kind) for letter, kind in truths.items()}
         assert faults.check(question, truths).splitlines() == [f"{letter}: solved" for letter in "abcde"]
         for letter in truths:
             assert faults.check(question, {letter: None}) == f"{letter}: not solved yet"
-            hint = faults.FAULTS[letter]().truth.hints[question]
+            hint = faults.TRUTHS[letter].hints[question]
             wrong = "nowhere" if question == "place" else -1
             assert faults.check(question, {letter: wrong}) == f"{letter}: not yet: {hint}"
 

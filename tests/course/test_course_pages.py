@@ -1,6 +1,5 @@
 """Pages 08 to 13: the quantizer exercise, rows equal to the planner's, and the stored outputs."""
 
-import ast
 import json
 import math
 import re
@@ -71,14 +70,6 @@ def test_an_increase_beyond_half_the_spacing_stays_and_one_below_vanishes():
         assert (weight.double() + 0.99 * half).bfloat16() == weight
 
 
-def test_the_page_counts_the_bytes_between_nodes_that_it_predicts():
-    lines = stored("10_zeropp", "wire-run").splitlines()
-    assert len(lines) == len(rounding.SWITCHES)
-    for line in lines:
-        predicted, counted = re.search(r"([\d,]+) bytes predicted, ([\d,]+) counted", line).groups()
-        assert predicted == counted
-
-
 def test_of_three_sums_of_codes_only_the_rings_error_grows_with_the_ranks():
     rows = [re.findall(r"'(\d\.\d+)'", line) for line in stored("10_zeropp", "hops-run").splitlines()]
     one, two, ring = (list(map(float, column)) for column in zip(*rows, strict=True))
@@ -108,13 +99,16 @@ def test_behind_the_wall_trains_what_lies_elsewhere_and_nothing_else(page, cell)
     assert "did not fit" in trials[1]
 
 
-@pytest.mark.parametrize(("page", "cell"), [("08_offload", "bus-run"), ("09_infinity", "moves-run")])
-def test_a_page_counts_the_bytes_that_it_predicts(page, cell):
-    lines = [line for line in stored(page, cell).splitlines() if "predicted" in line]
-    assert len(lines) >= 4
+@pytest.mark.parametrize(
+    ("page", "cell", "least"),
+    [("08_offload", "bus-run", 4), ("09_infinity", "moves-run", 4), ("10_zeropp", "wire-run", 5)],
+)
+def test_a_page_counts_the_bytes_that_it_predicts(page, cell, least):
+    lines = [line.replace(",", "") for line in stored(page, cell).splitlines() if "predicted" in line]
+    assert len(lines) >= least
     for line in lines:
-        predicted, counted = re.search(r"([\d,]+) bytes predicted, counted (.*)", line).groups()
-        assert int(predicted.replace(",", "")) == sum(ast.literal_eval(counted).values())
+        predicted, counted = re.search(r"(\d+) bytes predicted ([^;]+)", line).groups()
+        assert int(predicted) == sum(map(int, re.findall(r"\d+", counted)))
 
 
 def test_the_rows_are_those_of_the_command(tmp_path):

@@ -14,7 +14,7 @@ from browsing import CONTRAST, SMALLEST, opening
 from course import site
 from course.explorer.page import explorer
 from course.lessons import recording
-from course.lessons.__main__ import INCREMENTS
+from course.lessons.page import INCREMENTS
 from lab.plan import __main__ as plan
 from lab.plan import shapes
 

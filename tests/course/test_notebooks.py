@@ -110,12 +110,12 @@ EVIDENCE = {  # what a cell prints for each fault
 @pytest.mark.parametrize("letter", EVIDENCE)
 def test_the_notebook_on_debugging_brings_a_fault_to_light(letter):
     cell, line = EVIDENCE[letter]
-    truth = faults.FAULTS[letter]().truth
+    truth = faults.TRUTHS[letter]
     assert line.format(rank=truth.rank, place=truth.place) in said(DEBUGGING, cell)
 
 
 def test_the_notebook_on_debugging_shows_which_rank_is_ahead():
-    truth = faults.e().truth
+    truth = faults.TRUTHS["e"]
     rows = [ast.literal_eval(line.split(":", 1)[1]) for line in said(DEBUGGING, "digests").splitlines()]
     digests = [row.pop(truth.place) for row in rows]
     assert rows[0] == rows[1] == rows[2]

@@ -139,13 +139,6 @@ def seen(path):
     return bare(text.splitlines())
 
 
-def test_what_a_notebook_printed_of_an_engine_is_not_in_the_tree(released):
-    start = "notebooks/00_start_here.ipynb"
-    for exercise in EXERCISES:
-        assert solutions(exercise)["owned"] in seen(ROOT / start)
-    assert "return Owned(parameters=" not in seen(released.tree / start)
-
-
 def test_commands_of_the_tree_run_what_the_student_writes(released):
     for exercise in apart(EXERCISES):
         engine = released.tree / exercise.package / "engine.py"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from notebook_runs import NOTEBOOKS, read
 
-from course.pages.answers import judge
 from course.pages.building import check, open_lines
 from course.pages.notebook import Ranks
 from course.pages.recording import record_step
@@ -141,21 +140,6 @@ def test_open_lines_are_named_and_nothing_runs(capsys, stage):
     assert open_lines(*parts, make) == missing
     assert not check(None, make, stage, *parts)
     assert f"not solved yet: YOUR LINES {str(missing)[1:-1]} are still open" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "options", "said"),
-    [
-        (None, 3, {}, "not solved yet"),
-        (3.0, 3, {}, "solved"),
-        ((1, 2), (1, 3), {"hints": [((1, 2), "the second is too small")]}, "not yet: the second is too small"),
-        (5, 3, {"hints": [(4, "no")]}, "not yet: count it again, part by part"),
-        (2e6, 3e6, {"unit": (1e6, "MB")}, "not yet: 2 MB by your formula, 3 measured"),
-        ("bucket 1", "bucket 2", {"otherwise": "look at the row"}, "not yet: look at the row"),
-    ],
-)
-def test_an_answer_is_judged(answer, truth, options, said):
-    assert judge(answer, truth, **options) == said
 
 
 @pytest.mark.parametrize("page", [DataParallel, ShardedOptimizer])

@@ -46,21 +46,9 @@ def backward_past_the_engine(engine, x):
     loss(engine(x)).backward()
 
 
-def optimizer_by_hand(engine, x):
-    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
-    engine.backward(loss(engine(x)))
-    optimizer.step()
-
-
 def the_engines_optimizer_by_hand(engine, x):
     engine.backward(loss(engine(x)))
     engine.optimizer.step()
-
-
-def a_scaler_by_hand(engine, x):
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss(engine(x))).backward()
-    scaler.step(engine.optimizer)
 
 
 def a_step_of_a_part_of_the_model(engine, x):
@@ -85,10 +73,8 @@ MISUSES = {
     a_gradient_by_hand_before_backward: r"^'head.bias' has a .grad of its own, .* engine.gradients\(write=True\)",
     backward_of_an_old_graph: "modified by an inplace operation",
     backward_past_the_engine: r"^'.+' got a gradient .* engine.backward\(\): write that, not loss.backward\(\)$",
-    optimizer_by_hand: r"^this SGD has parameters that an engine trains, .* write engine.step\(\)$",
     the_engines_optimizer_by_hand: r"^engine.optimizer.step\(\) has no gradients to step by; write engine.step\(\)$",
-    a_scaler_by_hand: r"write that, not loss.backward\(\)$",
-    a_step_of_a_part_of_the_model: r"^this Adam has parameters that an engine trains",
+    a_step_of_a_part_of_the_model: r"^this Adam has parameters that an engine trains, .* write engine.step\(\)$",
 }
 
 

@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import commands
 import numpy as np
 import pytest
 import torch
-from places import ROOT
 from torch import nn
 
 from common.engine.mixed_precision import gradient_norm
@@ -124,17 +122,6 @@ def test_a_run_goes_on_to_the_same_losses(worlds, tmp_path, name):
     whole = run(worlds, tmp_path, "resuming", config, tmp_path / "whole", 6)
     first, second = (run(worlds, tmp_path, "resuming", config, tmp_path / "cut", last) for last in (4, 6))
     assert (numbers(first) + numbers(second), numbers(second, "rate")) == (numbers(whole), numbers(whole, "rate")[4:])
-
-
-@pytest.mark.exhaustive
-def test_torchrun_starts_a_script(tmp_path):
-    file, config = tmp_path / "script.py", tmp_path / "config.json"
-    text = (SCRIPTS / "getting_started.py").read_text()
-    file.write_text(text.replace("import deepspeed\n", "from interop import deepspeed\n"))
-    config.write_text(json.dumps(USUAL))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = commands.run(*torchrun, file, "--deepspeed_config", config, PYTHONPATH=str(ROOT))
-    assert len(numbers(ended.stdout)) == 2
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -12,6 +13,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="mounts and traces as
 needs_two_nodes = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
 )
+
+
+def power_cut(nodes, number):
+    """Kill all processes on one of two nodes at once."""
+    found = subprocess.run(["ip", "netns", "pids", nodes.names[number]], stdout=subprocess.PIPE, check=True).stdout
+    for process in found.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 @contextlib.contextmanager

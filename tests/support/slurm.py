@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import wait_for
+from machine import power_cut
 from places import ROOT
 
 from lab.namespaces import ADDRESSES, TwoNodes
@@ -90,7 +91,7 @@ class Slurm:
 
     def _end(self):
         for node in range(2):
-            self.nodes.kill(node)
+            power_cut(self.nodes, node)
         for daemon in self.daemons.values():
             daemon.wait()
 
@@ -115,7 +116,7 @@ class Slurm:
 
     def kill(self, node):
         """Kill everything on a node, like a power cut."""
-        self.nodes.kill(node)
+        power_cut(self.nodes, node)
         self.daemons[NODES[node]].wait()
 
     def call(self, *command):
