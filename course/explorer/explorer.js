@@ -30,7 +30,8 @@ const CHECKS = [
   { key: "offload_activations", said: "which go to the host", place: "choices" },
   { key: "fused_loss", said: "A loss that keeps no logits", place: "choices" },
   { key: "sequence_parallel", said: "Sequence parallelism, with tensor", place: "choices" },
-  ...["qwZ", "hpZ", "qgZ"].map((said, number) => ({ key: PLAN.switches[number], said, place: "switches" })),
+  ...["qwZ: parameters sent in int8", "hpZ: each node keeps a copy", "qgZ: gradients sent in int4"]
+    .map((said, number) => ({ key: PLAN.switches[number], said, place: "switches" })),
 ];
 const USUAL = {
   model: "", params: 7.5e9, gpu: "v100-32g", world_size: 64, per_node: 16, batch: 1, seq: 2048, tensor: 1, pipeline: 1,
@@ -96,7 +97,7 @@ const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(({ model, gpu,
   const label = `${model} on ${world_size} × ${gpu.split("-")[0].toUpperCase()}`;
   return [label, { ...USUAL, model, gpu, world_size, tensor, pipeline, seq, way, per_node }];
 }));
-RUNS["7.5 B on 64 × V100, ZeRO's figure 1"] = USUAL;
+RUNS["ZeRO's figure 1: 7.5 B on 64 × V100"] = USUAL;
 
 function isRun(name) {
   return Object.entries(RUNS[name]).every(([key, value]) => key === "way" || value === setting[key]);

@@ -39,7 +39,7 @@ function ofSize(parameters) {
   const { aspect, vocabulary, sequence } = PLAN;
   const layers = Math.max(1, Math.round((parameters / (12 * aspect ** 2)) ** (1 / 3)));
   const width = Math.max(1, Math.round((parameters / (12 * layers)) ** 0.5));
-  const root = vocabulary * width;
+  const root = Math.min(vocabulary * width, parameters / 2);
   return {
     parameters, layers, block: (parameters - root) / layers, root, last: 0, largest: root, width, vocabulary, sequence,
     whole: 4 * width, cut: 12 * width, working: 4 * width, weights: 5 * width ** 2,

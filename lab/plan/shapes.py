@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import tomllib
 from collections import Counter
@@ -52,7 +53,7 @@ def size_of(text):
         number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()]
     except (TypeError, ValueError):
         number = 0
-    if not number > 0:
+    if not 0 < number < math.inf:
         raise InputError(f"{text!r} is no size; write 70e9, 70B or 40GB")
     return number
 
@@ -71,7 +72,7 @@ def of_gpt(name, parameters, layers, width, vocabulary=VOCABULARY, sequence=SEQU
     A block keeps 16 numbers for each of its width: the inputs of two norms and what these make, query, key, value,
     attention's output, and both sides of the GELU.
     """
-    root = vocabulary * width
+    root = min(vocabulary * width, parameters / 2)  # of a tiny one half is left to its blocks
     return Shape(
         name,
         parameters,
