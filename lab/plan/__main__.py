@@ -269,9 +269,11 @@ def notes(options, machine, rank):
             "each block, which are not counted, cross the links between nodes."
         )
     if options.pipeline > 1:
+        times = options.pipeline  # it needs as many micro-batches, or more
         said.append(
-            "With a pipeline, stages 2 and 3 reduce and gather for each micro-batch, stages 0 and 1 once a step; "
-            "DeepSpeed refuses 2 and 3 there. The pipeline's bubble is not counted."
+            f"A pipeline of {times} has {times} micro-batches in flight. Stages 0 and 1 reduce once a step; stage 2 "
+            f"reduces each and sends {(times + 1) / 2:g} times as much, stage 3 gathers for each and sends up to "
+            f"{1.5 * times:g} times: DeepSpeed refuses both there. The pipeline's bubble is not counted."
         )
     if rank.ranks % rank.per_node:
         last = rank.ranks % rank.per_node
