@@ -42,7 +42,7 @@ def commit():
 def cpu_name(info=Path("/proc/cpuinfo")):
     """The processor's name; in brackets what tells those of one name apart, where the system says it.
 
-    A virtual machine may say "AMD EPYC" of any: without instructions for it, 16-bit is 30 times slower.
+    A virtual machine may say "AMD EPYC" of any, and those without instructions for bf16 are many times slower in it.
     """
     text = info.read_text() if info.exists() else ""
     told = dict(re.findall(r"^([\w ]+?)[ \t]*:[ \t]*(.+?)[ \t]*$", text, re.MULTILINE))
