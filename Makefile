@@ -105,6 +105,7 @@ record-accumulated: $(INSTALLED)
 record-scores:
 	$(MAKE) scores RESULTS=results
 
+# DeepSpeed takes part where it is installed, and compiles its optimizer then.
 record-bench: $(INSTALLED)
 	$(BIN)/python -m lab.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu.json
 
@@ -129,14 +130,12 @@ record-alone: $(INSTALLED)
 record-capacity: $(INSTALLED)
 	$(BIN)/python -m lab.capacity --cap 1GB --nproc 4 --oversubscribe --json results/capacity_cpu.json
 
-# DeepSpeed takes part where it is installed, and compiles its optimizer then.
 CAPACITY := --cap 600MB --precisions bf16 --engines stage0_ddp,stage2_grad,offload
 record-offload: $(INSTALLED)
 	$(BIN)/python -m lab.capacity $(CAPACITY) --nproc 1 --json results/offload_capacity_1.json
 	$(BIN)/python -m lab.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
 	$(BIN)/python -m lab.offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
 	$(BIN)/python -m lab.offload.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
-	$(BIN)/python -m lab.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
 
 # fio is what the disk is measured by: apt-get install fio
 WALL := --cap 600MB --precisions bf16 --engines stage0_ddp,offload.nvme --up-to 128 --compare

@@ -96,7 +96,8 @@ def survey(options):
                 rows[-1]["bits_without_limit"] = "the same" if alike else "others"
     for found in rows:
         base = next((r for r in rows if (r["engine"], r["precision"]) == (BASELINE, found["precision"])), None)
-        found["ratio_to_stage0"] = _ratio(found["parameters"], base["parameters"]) if base else None
+        known = base and not base["or_more"]  # a bound is nothing to compare with
+        found["ratio_to_stage0"] = _ratio(found["parameters"], base["parameters"]) if known else None
     return {
         "world_size": options.nproc,
         "cap_bytes": cap,
@@ -394,7 +395,8 @@ def table(results):
         if found.get("or_more"):
             measured, predicted = f"{measured} or more", "-"
         of_that = "-" if found["measured_over_predicted"] is None else f"{100 * found['measured_over_predicted']:.0f} %"
-        ratios = ("-" if found[name] is None else f"{found[name]:.2f}x" for name in ("ratio_to_stage0", "ideal_ratio"))
+        ratios = ["-" if found[name] is None else f"{found[name]:.2f}x" for name in ("ratio_to_stage0", "ideal_ratio")]
+        ratios[0] += " or more" * bool(found.get("or_more") and found["ratio_to_stage0"])
         beside = (found.get(key) for key in more.values())
         beside = (value if isinstance(value, str) else show_bytes(value or None) for value in beside)
         rows.append((found["engine"], found["precision"], measured, predicted, of_that, *ratios, *beside))

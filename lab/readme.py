@@ -18,10 +18,13 @@ from common.engines import ENGINES, STAGES, find_engine
 from common.measure.tables import Table, show_bytes
 from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 from common.report import MOVED
+from lab.bench_results import as_markdown
 from lab.figures import described
 
 AT_RANKS = 4  # of the scores' bytes
 BENCH_CASE = {"model": "gpt-mini", "precision": "fp32", "world_size": 2}  # of the first page
+OFFLOAD_CASE = {"precision": "bf16", "world_size": 2}  # of its page
+OFFLOAD_BESIDE = ("stage2_grad", "offload", "deepspeed2", "deepspeed_offload", "torch_ddp")
 TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 IDEAS, SAID = TOLD["ideas"], TOLD["first_page"]
 MEASURED = {  # on an engine's page
@@ -110,6 +113,12 @@ def speed(*benches):
     ]
     machines = " and ".join(record["hardware"].partition(",")[0] for record in benches)
     return SAID["speed"].format(least=min(ratios), most=max(ratios), **BENCH_CASE, machines=machines)
+
+
+def offload_bench(results):
+    """ZeRO-Offload's rows of a bench with those that it compares with, as Markdown."""
+    rows = [row for row in results["rows"] if row["engine"] in OFFLOAD_BESIDE and OFFLOAD_CASE.items() <= row.items()]
+    return as_markdown({**results, "rows": rows})
 
 
 def path():

@@ -23,7 +23,7 @@ def hardware(device):
         backend = "nccl"
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        machine, backend = f"{cpus()} x {_cpu_name()}", "gloo"
+        machine, backend = f"{cpus()} x {cpu_name()}", "gloo"
     python = platform.python_version()
     return f"{machine}, {memory / 2**30:.0f} GiB, {backend}, torch {torch.__version__}, Python {python}"
 
@@ -39,10 +39,18 @@ def commit():
         return ""
 
 
-def _cpu_name():
-    info = Path("/proc/cpuinfo")
-    name = re.search(r"^model name[ \t]*:[ \t]*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    return name[1].strip() if name else platform.processor() or platform.machine()
+def cpu_name(info=Path("/proc/cpuinfo")):
+    """The processor's name; in brackets what tells those of one name apart, where the system says it.
+
+    A virtual machine may say "AMD EPYC" of any, and those without instructions for bf16 are many times slower in it.
+    """
+    text = info.read_text() if info.exists() else ""
+    told = dict(re.findall(r"^([\w ]+?)[ \t]*:[ \t]*(.+?)[ \t]*$", text, re.MULTILINE))
+    name = told.get("model name") or platform.processor() or platform.machine()
+    if {"cpu family", "model", "flags"} - told.keys():
+        return name
+    bf16 = next((flag for flag in ("amx_bf16", "avx512_bf16") if flag in told["flags"].split()), "no bf16")
+    return f"{name} (family {told['cpu family']} model {told['model']} {bf16})"
 
 
 def available():

@@ -1,11 +1,9 @@
 """Figures of the records: activations, the largest model, step times; and what depends on the number of GPUs."""
 
-import textwrap
-
 import matplotlib.pyplot as plt
 
 from common.measure.memory import CLASSES
-from lab.figures.style import COLORS, LABELS, MARKERS, PALETTE, STEP_COLORS, described, stacked, stage_axis
+from lab.figures.style import COLORS, LABELS, MARKERS, PALETTE, STEP_COLORS, described, stacked, stage_axis, titled
 
 
 def activation_memory(results):
@@ -21,7 +19,7 @@ def activation_memory(results):
     top.supylabel("live MB per rank, at the peak of a step")
     top.legend(handles, labels, loc="outside lower center", ncols=5)  # one row is wider than the figure
     largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
-    figure.suptitle(f"{described(results)}\n{results['hardware']}", fontsize=10)
+    titled(figure, f"{described(results)}\n{results['hardware']}")
     return figure
 
 
@@ -65,11 +63,8 @@ def capacity(results):
         axes.set(ylabel="parameters, in millions", title=precision)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.suptitle(
-        f"Largest model that trains, {results['world_size']} ranks of {results['cap_bytes'] / 1e6:,.0f} MB each\n"
-        f"{results['hardware']}",
-        fontsize=10,
-    )
+    ranks = f"{results['world_size']} ranks of {results['cap_bytes'] / 1e6:,.0f} MB each"
+    titled(figure, f"Largest model that trains, {ranks}\n{results['hardware']}")
     return figure
 
 
@@ -84,8 +79,10 @@ def largest_models(axes, rows):
                 continue
             label = name if position == 0 else None
             bar = axes.bar(position + shift, row[key] / 1e6, 0.36, label=label, **looks[name])
-            ratio = row["ratio_to_stage0"] if name == "measured" else None
-            axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")], fontsize=9)
+            told, ratio = [f"{row[key] / 1e6:.0f}"], row["ratio_to_stage0"] if name == "measured" else None
+            told += [f"{ratio:.2f}x"] if ratio else []
+            # A search that ended at its own bound found no largest model.
+            axes.bar_label(bar, ["\n".join(line + " or more" * bool(row.get("or_more")) for line in told)], fontsize=9)
     stage_axis(axes, rows, headroom=1.15)
 
 
@@ -95,7 +92,7 @@ def bench(results):
     one_model = len({row["model"] for row in timed}) == 1
     draw = step_times if one_model and all(row["ratio_interval"] for row in timed) else growth
     figure = draw(timed)
-    figure.suptitle(textwrap.fill(results["hardware"], width=int(12 * figure.get_figwidth())), fontsize=10)
+    titled(figure, results["hardware"])
     return figure
 
 

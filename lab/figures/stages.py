@@ -18,6 +18,7 @@ from lab.figures.style import (
     once,
     stacked,
     stage_axis,
+    titled,
 )
 
 
@@ -113,7 +114,7 @@ def comparison(results):
             axes.set(title=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
             if axes.get_legend_handles_labels()[1]:  # a single rank sends nothing
                 axes.legend(loc="lower right")
-        figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=12)
+        titled(figure, f"{described(results)}; {results['hardware']}", 12)
     return figure
 
 
@@ -130,5 +131,5 @@ def timelines(results, samples):
     shown = [axes.get_legend_handles_labels() for axes in panels.flat]
     legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
-    figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=10)
+    titled(figure, f"{described(results)}; {results['hardware']}")
     return figure

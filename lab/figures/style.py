@@ -1,6 +1,7 @@
 """What all figures share: a colour for each class of memory, names of engines, how a figure is written."""
 
 import statistics
+import textwrap
 
 import matplotlib.pyplot as plt
 
@@ -34,6 +35,12 @@ def described(results):
     size = results["world_size"]
     ranks = f"{size} rank{'s' * (size > 1)}"
     return f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {ranks}"
+
+
+def titled(figure, text, size=10):
+    """Write a title above a figure, its lines broken where the figure ends."""
+    letters = int(120 / size * figure.get_figwidth())
+    figure.suptitle("\n".join(textwrap.fill(line, letters) for line in text.splitlines()), fontsize=size)
 
 
 def save(figure, path):

@@ -95,19 +95,23 @@ class Clock(TorchDispatchMode):
         """The result of a step of so many tokens, of all ranks; `width` is the precision's bytes of an element.
 
         Returns:
-            {"hardware", its "source", "step_seconds", "tokens_per_second"; "model_flops", three times those of
-            forward, and their part of the peak, "mfu"; "flops", with what checkpoints compute again; seconds "busy"
-            and "exposed", in which compute waits, by stream; "bound", the stream that is busy longest}
+            {"hardware", its "source" and "fraction", "step_seconds", "tokens_per_second"; "model_flops", three times
+            those of forward, and their part of the peak, "mfu"; "flops", with what checkpoints compute again, and
+            theirs, "hfu"; seconds "busy" and "exposed", in which compute waits, by stream; "bound", the stream that is
+            busy longest}
         """
-        seconds, model = max(self.now.values()), 3 * self.flops["forward"]
+        seconds, peak = max(self.now.values()), self.hardware.flops[width]
+        model, flops = 3 * self.flops["forward"], sum(self.flops.values())
         return {
             "hardware": self.hardware.name,
             "source": self.hardware.source,
+            "fraction": self.hardware.fraction,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "model_flops": model,
-            "flops": sum(self.flops.values()),
-            "mfu": model / seconds / self.hardware.flops[width],
+            "flops": flops,
+            "mfu": model / seconds / peak,
+            "hfu": flops / seconds / peak,
             "busy": dict(self.busy),
             "exposed": dict(self.waited),
             "bound": max(self.busy, key=self.busy.get),

@@ -14,7 +14,7 @@ class Hardware:
 
     name: str
     flops: dict  # {bytes of an element: floating-point operations a second of a GPU at their peak}
-    fraction: float  # of the peak that a large matrix multiplication reaches
+    fraction: float  # of the peak at which it computes, recomputation included: the HFU of well-tuned trainings
     memory: float  # of a GPU
     operation: float  # seconds that an operation takes, however small it is
     inside: float  # what a GPU sends within its node

@@ -6,11 +6,12 @@ import os
 import pytest
 import torch
 from formulas import bytes_held
+from places import RECORDS
 from training import STAGES
 
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
-from lab import capacity
+from lab import capacity, figures
 from lab.activations import largest_fitting
 from stage0_ddp import Engine
 
@@ -144,6 +145,18 @@ def test_two_stages_for_real(tmp_path, small_simulations):
     assert (replicated["ratio_to_stage0"], replicated["ideal_ratio"]) == (1, pytest.approx(1, rel=1e-3))
     assert sharded["ratio_to_stage0"] == pytest.approx(2, rel=0.2)
     assert capacity.table(results).markdown().count("\n|") == 4
+
+
+@pytest.mark.parametrize("name", ["capacity_cpu", "infinity_capacity_1"])
+def test_a_search_that_ended_at_its_bound_says_or_more_in_table_and_figure(name):
+    results = json.loads((RECORDS / f"{name}.json").read_text())
+    bounded = [row for row in results["rows"] if row["or_more"]]
+    ratios = sorted(f"{row['ratio_to_stage0']:.2f}x or more" for row in bounded)
+    cells = [cell for line in capacity.table(results).rows for cell in line if "x or more" in cell]
+    labels = [text.get_text() for axes in figures.capacity(results).axes for text in axes.texts]
+    drawn = [label.split("\n")[1] for label in labels if label.count("or more") == 2]
+    assert bounded and sorted(cells) == sorted(drawn) == ratios
+    assert len([label for label in labels if "or more" in label]) == len(bounded)
 
 
 def test_a_model_that_does_not_fit_is_reported(monkeypatch, small_simulations):

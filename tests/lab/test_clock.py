@@ -117,6 +117,14 @@ def test_a_slow_link_is_exposed_and_bounds_the_step(name):
         assert {"bus", "host"} & set(made["fast"]["busy"])
 
 
+def test_recomputation_counts_as_work_in_hfu_and_not_in_mfu():
+    hardware, model = PRESETS["a100-80g"], "gpt-micro"
+    setting = Setting(find_engine("stage0_ddp"), model, 1, checkpoint_activations="reentrant", hardware=hardware)
+    time = simulate(setting, train_step)["time"]
+    assert time["fraction"] == hardware.fraction
+    assert time["hfu"] / time["mfu"] == pytest.approx(4 / 3, rel=0.1)  # but for the logits, which no block computes
+
+
 def test_the_command_tells_the_time_and_draws_the_streams(tmp_path, capsys):
     trace = tmp_path / "trace.json"
     options = ["--hardware", "v100-32g", "--world-size", "16", "--precision", "bf16", "--trace", str(trace)]
@@ -124,6 +132,7 @@ def test_the_command_tells_the_time_and_draws_the_streams(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Time, on DGX-2, V100 32 GB" in said
     assert "bound by" in said
+    assert "45% of the peak, the HFU of well-tuned trainings" in " ".join(said.split())
     events = json.loads(trace.read_text())["traceEvents"]
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(rows) == {"compute", "collectives", "bus", "host", "disk"}

@@ -2,6 +2,7 @@
 
 import ledger
 import pytest
+from places import ROOT
 
 CLAIMS = ledger.claims()
 SAMPLE = CLAIMS[::8]  # from every paper
@@ -29,3 +30,20 @@ def test_every_paper_and_every_kind_of_verdict_is_in_the_ledger():
     assert {claim.paper for claim in CLAIMS} == papers
     assert any(claim.wrong for claim in CLAIMS)
     assert any(claim.ours is None for claim in CLAIMS)
+
+
+def test_a_row_tells_where_a_paper_prints_another_number_than_its_formula_gives():
+    (claim,) = (claim for claim in CLAIMS if claim.printed == "over 80")
+    _, _, printed, ours, verdict = claim.row()
+    assert printed == "over 80" and float(ours) < 60
+    assert verdict.startswith("as its formula gives, 58: ") and "over 80" in verdict
+    wrong = ledger.Claim("a paper", "1", "%", "over 80", lambda: 80.0, formula="58")
+    assert wrong.row()[-1] == "FAILED"
+
+
+def test_laws_are_counted_and_the_page_says_how_many():
+    count, several = ledger.counted(CLAIMS)
+    assert count in " ".join((ROOT / "tests/README.md").read_text().split())
+    tables = [claim for claim in CLAIMS if claim.place in ("table 1", "fig. 1") and claim.paper == ledger.ZERO]
+    assert len(tables) == 58 and len({claim.law for claim in tables}) == 1
+    assert int(several.partition(" ")[0]) >= 58
