@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from functools import partial
 
 import commands
 import pytest
@@ -17,6 +18,7 @@ from common.engines import find_engine
 from common.errors import InputError
 from common.loop import train_step
 from common.measure.memory import Timeline
+from common.models.gpt import GPT, GPTConfig
 from common.train import add_arguments, train
 from lab.simulate import __main__ as command
 from lab.simulate.moments import Moments
@@ -84,20 +86,33 @@ def test_a_disks_buffers_are_the_hosts_where_that_is_another_memory(backend):
     assert (disk > host) == (backend == "gloo")
 
 
+@pytest.mark.parametrize("checkpoints", ["non-reentrant", None])
 @pytest.mark.parametrize("name", [*SEVEN, "zeropp"])
 @pytest.mark.one_in(3)
-def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name):
-    setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations="non-reentrant")
+def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name, checkpoints):
+    setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations=checkpoints)
     with simulated_world(4):
         made, module = engine_of(setting)
         micro_batches = [batch_of(module, 2)]
-        train_step(made, micro_batches)
-        with Timeline(made) as timeline, Moments(made, module) as moments:
+        with Moments(made, module, slack=0.01) as first:
             train_step(made, micro_batches)
-    assert moments.peak_bytes() == moments.worst.nbytes == timeline.peak_bytes()
+        with Timeline(made) as timeline, Moments(made, module) as moments, Moments(made, module, first.floor()) as few:
+            train_step(made, micro_batches)
+    assert few.peak_bytes() == moments.peak_bytes() == moments.worst.nbytes == timeline.peak_bytes()
+    assert few.worst == moments.worst
     assert moments.worst.phase == "backward"
-    assert moments.worst.part in ("blocks.2", "blocks.3")  # with the next unit in flight
-    assert len(moments.samples) < len(timeline.samples)
+    assert moments.worst.part in ("blocks.2", "blocks.3") or not checkpoints  # with the next unit in flight
+    assert len(few.samples) <= len(moments.samples) < len(timeline.samples)
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_where_activations_stay_few_operations_are_looked_at_however_many_layers(layers, monkeypatch):
+    """What a look costs grows with what is live, so that looks after each operation would cost its square."""
+    looks = []
+    monkeypatch.setattr(Moments, "sample", lambda self, sample=Moments.sample: (looks.append(1), sample(self)))
+    made = partial(GPT, GPTConfig(layers=layers, width=64, heads=4, sequence=256))
+    simulate(Setting(find_engine("stage3_param"), made, 64, precision="bf16"), train_step)
+    assert len(looks) < 10 * layers + 100
 
 
 @pytest.mark.exhaustive
