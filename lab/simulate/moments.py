@@ -159,7 +159,7 @@ class Moments(Timeline):
         self._part, self._looking = name, True
 
     def _ends(self, name):
-        self._running.pop()
+        del self._running[-1:]  # nothing, if the part failed before it began
         if self.engine.comm.traffic.phase != "backward":  # a recomputed part goes on there
             self._part = self._running[-1] if self._running else ""
 

@@ -1,7 +1,7 @@
 """A simulated rank: torch's fake process group and fake tensors, with an engine that knows of neither.
 
 Shapes, storages, collectives and their order are those of a real rank on GPUs; no value is computed, and nothing is
-sent. So a model that reads values, by `.item()` for instance, cannot be simulated.
+sent. So a model that reads values in a step, by `.item()` for instance, cannot be simulated; in its `__init__` it may.
 """
 
 import ast
@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +51,8 @@ NEED_VALUES = (
     fake_tensor.DynamicOutputShapeException,  # nonzero(), tensor[mask]
     fake_tensor.UnsupportedOperatorException,
 )
+UNCOMPILED = "fail_on_recompile"  # torch.compile aborts the process when it meets fake tensors, after a minute
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 LENGTH = 1024  # of a sample of a user's own model
 SLACK = 0.01  # of the peak, within which the first step finds it
 
@@ -90,21 +94,27 @@ def simulated_group(backend):
 def _without_values(backend):
     try:
         # A model's constants are real: they may be made before.
-        with mock.patch.dict(lanes.PATHS, fake=backend), fake_tensors(allow_non_fake_inputs=True):
+        values = fake_tensors(allow_non_fake_inputs=True)
+        with mock.patch.dict(lanes.PATHS, fake=backend), values, torch.compiler.set_stance(UNCOMPILED):
             yield
     except (*NEED_VALUES, RuntimeError) as error:
+        if UNCOMPILED in str(error):
+            raise InputError(
+                "torch.compile cannot be simulated: give the model, its step and its parts uncompiled"
+            ) from error
         if not isinstance(error, NEED_VALUES) and "data is not allocated yet" not in str(error):  # of C++ code
             raise
         raise InputError(
             f"{_place(error)} reads a tensor's values, of which a simulated rank has none "
-            f"({str(error).splitlines()[0]}); guard it, or compute it from shapes"
+            f"({str(error).splitlines()[0]}); guard it, compute it from shapes, or leave out that input"
         ) from error
 
 
 def _place(error):
-    """The last line outside of torch that an exception passed, such as "model.py:12 in forward"."""
+    """The last line that an exception passed, "model.py:12 in forward", outside of torch and what follows it."""
     library = str(Path(torch.__file__).parent)
-    frame = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)][-1]
+    passed = (f for f in traceback.extract_tb(error.__traceback__) if f.name != Outsider.__torch_dispatch__.__name__)
+    frame = [f for f in passed if not f.filename.startswith(library)][-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
@@ -197,16 +207,50 @@ def model_of(name, checkpoint_activations=None):
         return models.build(name, checkpoint_activations=checkpoint_activations, known=models.SIZES | models.LANDMARKS)
     if checkpoint_activations is not None:
         raise InputError(f"--checkpoint-activations: {name} is not in the zoo; build its checkpoints into the model")
+    make = function_of("--model", name)
+    hook = register_module_parameter_registration_hook(lambda module, name, parameter: _drop_values(parameter))
+    try:
+        with fake_tensor.unset_fake_temporarily():  # values that __init__ reads are real
+            made = make()
+            parts = made if isinstance(made, tuple) else (made,)
+            if len(parts) > 2 or not isinstance(parts[0], nn.Module):
+                pair = "a pair of it and what makes its inputs"
+                raise InputError(f"--model {name}: return the model, or {pair}, not {made!r:.80}")
+            for tensor in (*parts[0].parameters(), *parts[0].buffers()):
+                _drop_values(tensor)
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise InputError(f"--model {name}: {error}; build it without torch.device: no parameter is held") from error
+    finally:
+        hook.remove()
+    return Foreign(*parts)
+
+
+def _drop_values(tensor):
+    """Move a tensor to the meta device, itself, as it may be tied: so a model in the making is never held whole."""
+    if not tensor.is_meta:
+        empty = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, empty)
+
+
+def function_of(option, name, *given):
+    """The function `package.module:function` that an option names; an InputError if it cannot be called with these."""
     path, _, attribute = name.partition(":")
     try:
-        make = getattr(importlib.import_module(path), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found = getattr(importlib.import_module(path or name), attribute)
+        inspect.signature(found).bind(*given)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise InputError(
-            f"--model {name}: {error}; name package.module:function, which returns the model; the module lies in "
+            f"{option} {name}: {error}; name package.module:function; the module lies in "
             "this folder or along PYTHONPATH"
         ) from error
-    made = make()
-    return Foreign(*made) if isinstance(made, tuple) else Foreign(made)
+    except TypeError as error:
+        needed = f"is called with {', '.join(given)}" if given else "is called without arguments"
+        raise InputError(f"{option} {name}: it {needed}: {error}") from error
+    return found
 
 
 def batch_of(model, samples, length=None):
@@ -299,6 +343,7 @@ class Setting:
     offload_activations: bool = False
     accumulate: int = 1  # micro-batches of a step
     no_sync: bool = False  # only the last is reduced
+    optimizer: Callable = ADAMW  # from parameters to an optimizer
     own: dict = field(default_factory=dict)  # what the engine takes besides
     backend: str = "nccl"  # whose paths its collectives take; or "gloo"
     hardware: Hardware | None = None  # whose time is counted; None counts none
@@ -378,14 +423,13 @@ def _no_value(name, tensor):
 
 def engine_of(setting, group=None):
     """The engine and its model, in a simulated world or over its group; an InputError names an unknown option."""
-    taken = [inspect.signature(kind.__init__).parameters for kind in setting.engine.__mro__]
     for name in setting.own:
-        if not any(name in parameters for parameters in taken):
+        if not takes(setting.engine, name):
             raise InputError(f"--with {name}: {setting.engine.__module__} takes no option of this name")
     module, own = model_of(setting.model, setting.checkpoint_activations), setting.own
     engine = setting.engine(
         module,
-        partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        setting.optimizer,
         precision=setting.precision,
         bucket_mb=setting.bucket_mb,
         clip_norm=setting.clip_norm,
@@ -395,6 +439,11 @@ def engine_of(setting, group=None):
     if setting.offload_activations:
         module.saving = HostActivations(engine)
     return engine, module
+
+
+def takes(engine, name):
+    """Whether an engine has an option of this name."""
+    return any(name in inspect.signature(kind.__init__).parameters for kind in engine.__mro__)
 
 
 def counted(books, moments, setting, module):
