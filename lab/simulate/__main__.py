@@ -132,8 +132,8 @@ def side_by_side(rows):
         sizes = [sum(row["model_state_bytes"].values()), *below, row["peak_bytes"]]
         sizes.append(sum(row["wire_bytes_per_step"].values()))
         line = [row["engine"], *(show_bytes(size) if size else "-" for size in sizes)]
-        lines.append(line + ([f"{row['time']['step_seconds']:.3g}", row["time"]["bound"]] if timed else []))
-    head = ("engine", "states", "on host", "on disk", "peak", "sent") + ("seconds", "bound by") * timed
+        lines.append(line + ([f"{row['time']['step_seconds']:.3g}"] if timed else []))
+    head = ("engine", "states", "on host", "on disk", "peak", "sent") + ("seconds",) * timed
     return Table(_place(rows[0]), head, lines, caption=rows[0]["time"]["source"] if timed else "")
 
 
