@@ -23,7 +23,8 @@ from common.outputs import asked, check_counts, one_line_errors, parser_of, publ
 from common.report import counts_of
 from common.train import add_checkpoints
 from lab.simulate.hardware import PRESETS, preset
-from lab.simulate.world import ADAMW, Setting, function_of, own_options, simulate, takes
+from lab.simulate.own import function_of
+from lab.simulate.world import ADAMW, Setting, own_options, simulate, takes
 
 ALL = "all"
 

@@ -24,7 +24,8 @@ from common.models.gpt import GPT, GPTConfig
 from common.train import add_arguments, train
 from lab.simulate import __main__ as command
 from lab.simulate.moments import Moments
-from lab.simulate.world import Setting, batch_of, engine_of, model_of, simulate, simulated_world
+from lab.simulate.own import batch_of, model_of
+from lab.simulate.world import Setting, engine_of, simulate, simulated_world
 
 CASES = [*((stage, "fp32", "gpt-mini") for stage in STAGES)]
 CASES += [("stage2_grad", "fp16", "gpt-mini"), ("stage3_param", "fp16", "gpt-mini"), ("offload", "fp16", "gpt-nano")]
