@@ -1,19 +1,20 @@
-r"""`python -m lab.simulate ENGINE`: one rank of a world of any size, with the bytes that it would hold and send.
+r"""`python -m lab.simulate [ENGINE]`: one rank of a world of any size, with the bytes that it would hold and send.
 
     python -m lab.simulate stage3_param --model gpt-1t --world-size 1024 --ranks-per-node 8 --precision bf16 \
         --checkpoint-activations
     python -m lab.simulate zeropp --with hierarchical=False --model gpt2-1.5b --world-size 64 --ranks-per-node 8
     python -m lab.simulate my_package.my_module:MyEngine --model my_package.models:make_model --world-size 16
+    python -m lab.simulate all --model gpt-7.5b --world-size 64 --precision bf16 --hardware a100-80g
 
 The engine is the one that trains, on tensors that have shapes and no values. The memory timeline and the traffic meter
 of real runs count its second step, which is shown next to the predictions of its tables.
 """
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from common.engine.mixed_precision import dtype_of
-from common.engines import find_engine
+from common.engines import ENGINES, find_engine
 from common.errors import InputError
 from common.loop import train_step
 from common.measure.memory import CLASSES, HOST
@@ -22,14 +23,18 @@ from common.outputs import asked, check_counts, one_line_errors, parser_of, publ
 from common.report import counts_of
 from common.train import add_checkpoints
 from lab.simulate.hardware import PRESETS, preset
-from lab.simulate.world import Setting, own_options, simulate
+from lab.simulate.own import function_of
+from lab.simulate.world import ADAMW, Setting, own_options, simulate, takes
+
+ALL = "all"
 
 
 @one_line_errors()
 def main(arguments=None):
     """Parse the arguments, simulate, show and write the results."""
     parser = parser_of("lab.simulate", __doc__)
-    parser.add_argument("engine", help="stage3_param, offload.nvme, or a class package.module:Name")
+    engine = "stage3_param, offload.nvme, or a class package.module:Name; all (the default) for a table of the engines"
+    parser.add_argument("engine", nargs="?", default=ALL, help=engine)
     parser.add_argument("--model", default="gpt-nano", help="of the zoo, or package.module:function (%(default)s)")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to simulate (%(default)s)")
@@ -47,14 +52,25 @@ def main(arguments=None):
     parser.add_argument(
         "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
     )
+    optimizer = "package.module:function from parameters to an optimizer, torch.optim:SGD for instance (fused AdamW)"
+    parser.add_argument("--optimizer", metavar="NAME", help=optimizer)
+    step = "package.module:function (engine, micro_batches, no_sync, loss) that trains one (common.loop:train_step)"
+    parser.add_argument("--step", metavar="NAME", help=step)
     parser.add_argument("--hardware", metavar="NAME", help=f"time the step on: {', '.join(PRESETS)}")
     parser.add_argument("--trace", metavar="FILE", help="with --hardware: the step, for ui.perfetto.dev")
     options = asked(parser, arguments)
     setting = setting_of(options)
-    row = simulate(setting, train_step)
+    step = train_step
+    if options.step:
+        step = function_of("--step", options.step, "engine", "micro_batches", "no_sync", "loss")
+    if options.engine == ALL:
+        rows = [results_of(options, name, one, simulate(one, step)) for name, one in settings_of_all(setting).items()]
+        publish(options, {"rows": rows}, [side_by_side(rows)])
+        return
+    row = simulate(setting, step)
     if options.trace:
         write_text(options.trace, json.dumps(row["trace"]))
-    results = results_of(options, setting, row)
+    results = results_of(options, options.engine, setting, row)
     shown = [counts(results), worst(results)] + ([times(results)] if results["time"] else [])
     publish(options, results, shown)
 
@@ -65,31 +81,67 @@ def setting_of(options):
     dtype_of(options.precision)
     if options.trace and not options.hardware:
         raise InputError(f"--trace {options.trace}: add --hardware, which gives its times")
+    if options.trace and options.engine == ALL:
+        raise InputError(f"--trace {options.trace}: name an engine, whose step it shows")
     if options.offload_activations and options.checkpoint_activations is None:
         raise InputError("--offload-activations moves what checkpoints save to the host; add --checkpoint-activations")
     changed = {
-        "engine": find_engine(options.engine),
+        "engine": None if options.engine == ALL else find_engine(options.engine),
         "sequence": options.seq,
         "own": own_options(options.own),
         "hardware": None if options.hardware is None else preset(options.hardware),
+        "optimizer": function_of("--optimizer", options.optimizer, "parameters") if options.optimizer else ADAMW,
     }
     return Setting(**{field.name: getattr(options, field.name, field.default) for field in fields(Setting)} | changed)
 
 
-def results_of(options, setting, row):
-    """The JSON of `lab.simulate`."""
-    asked = {name: value for name, value in vars(setting).items() if name not in ("engine", "hardware")}
+def settings_of_all(setting):
+    """The same for each engine, with those of `own` that it takes; an InputError if none takes one."""
+    engines = {name: find_engine(name) for name in ENGINES}
+    for name in setting.own:
+        if not any(takes(engine, name) for engine in engines.values()):
+            raise InputError(f"--with {name}: no engine takes an option of this name")
+    return {
+        name: replace(setting, engine=engine, own={k: v for k, v in setting.own.items() if takes(engine, k)})
+        for name, engine in engines.items()
+    }
+
+
+def results_of(options, engine, setting, row):
+    """The JSON of `lab.simulate`, of one engine."""
+    asked = {name: value for name, value in vars(setting).items() if name not in ("engine", "hardware", "optimizer")}
+    asked |= {"optimizer": options.optimizer, "step": options.step}
     samples, _ = row.pop("samples"), row.pop("trace")
     timeline = [{"phase": phase, **resident} for phase, resident in samples]
-    return {"engine": options.engine, **asked, **row, "worst": asdict(row["worst"]), "timeline": timeline}
+    return {"engine": engine, **asked, **row, "worst": asdict(row["worst"]), "timeline": timeline}
+
+
+def _place(results):
+    nodes = results["world_size"] // (results["ranks_per_node"] or results["world_size"])
+    return (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}\n"
+        f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}"
+    )
+
+
+def side_by_side(rows):
+    """A line for each engine."""
+    timed = rows[0]["time"] is not None
+    lines = []
+    for row in rows:
+        below = [sum(row.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk")]
+        sizes = [sum(row["model_state_bytes"].values()), *below, row["peak_bytes"]]
+        sizes.append(sum(row["wire_bytes_per_step"].values()))
+        line = [row["engine"], *(show_bytes(size) if size else "-" for size in sizes)]
+        lines.append(line + ([f"{row['time']['step_seconds']:.3g}"] if timed else []))
+    head = ("engine", "states", "on host", "on disk", "peak", "sent") + ("seconds",) * timed
+    return Table(_place(rows[0]), head, lines, caption=rows[0]["time"]["source"] if timed else "")
 
 
 def counts(results):
     """What a rank holds, sends and moves, counted and predicted."""
-    nodes = results["world_size"] // (results["ranks_per_node"] or results["world_size"])
     title = (
-        f"{results['engine']}: {results['model']}, {results['parameters']:,} parameters, {results['precision']}\n"
-        f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}, simulated in "
+        f"{results['engine']}: {_place(results)}, simulated in "
         f"{results['simulated_in_seconds']:.1f} s and {show_bytes(results['really_held_bytes'])}"
         + (f"; {results['attention']} attention" if results["attention"] else "")
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from common.measure.memory import HOST, Timeline, storage_id
+from common.measure.memory import HOST, Timeline, resident, storage_id
 from common.measure.timeline import parts, watch
 from common.tensors import tensors_in
 
@@ -69,13 +69,17 @@ class Moment:
 class Moments(Timeline):
     """A `Timeline` that looks only when a peak may have changed, as a model may have 100,000 operations.
 
-    It looks when a part of the model begins, and when the bytes allocated since the last look and not freed would make
-    a new peak, if nothing else had been freed. So its peak is that of a `Timeline`; `worst` is its Moment.
+    It looks when a phase or a part of the model begins, and when the bytes allocated since the last look and not freed
+    would make a new peak, if nothing else had been freed. So its peak is that of a `Timeline`; `worst` is its Moment.
+
+    A look takes a time that grows with what is live, and where activations stay, each operation of forward makes a new
+    peak. So of two similar steps the first looks at every hundredth part of it, by `slack`, and tells the second a
+    `floor` below which it need not look. If `worst` is lower than its floor, the floor was wrong.
     """
 
-    def __init__(self, engine, model):
+    def __init__(self, engine, model, floor=0, slack=0.0):
         super().__init__(engine)
-        self.worst = Moment()
+        self.worst, self._floor, self._slack = Moment(), floor, slack
         self._made, self._new = {}, []  # storage -> (shape, dtype); those made since the last look
         self._now = self._grown = 0  # bytes at the last look, and what was taken since
         self._whole, self._collective = 0, False  # bytes of gathered units; the last operation was a collective
@@ -102,10 +106,12 @@ class Moments(Timeline):
                     self._new.append(self._others[key])
                     self._grown += storage.nbytes()
         self._operation = function
+        if self.samples and self.samples[-1][0] != self.engine.comm.traffic.phase:
+            self._looking = True
         if function.namespace == "c10d" or self._collective:  # around it units grow and shrink, unseen
             self._grown += self._units() - self._whole
             self._whole, self._collective = self._units(), function.namespace == "c10d"
-        if self._looking or self._may_be_worse():
+        if (self._looking and not self._slack) or self._may_be_worse():
             self.sample()
         return result
 
@@ -114,11 +120,12 @@ class Moments(Timeline):
         return sum(b.full_parameters.untyped_storage().nbytes() for b in self._buckets if b.full_parameters is not None)
 
     def _may_be_worse(self):
-        if self._now + self._grown > self.worst.nbytes:
+        known = max(self.worst.nbytes * (1 + self._slack), self._floor - 1)
+        if self._now + self._grown > known:
             gone = [made for made in self._new if made[0].expired()]
             self._new = [made for made in self._new if not made[0].expired()]
             self._grown -= sum(nbytes for _, nbytes in gone)
-        return self._now + self._grown > self.worst.nbytes
+        return self._now + self._grown > known
 
     def sample(self):
         """Look at what is live now."""
@@ -126,11 +133,16 @@ class Moments(Timeline):
         phase, resident = self.samples[-1]
         found = Moment(phase, self._part if phase != "step" else "", str(self._operation), resident)
         self._now, self._grown, self._new = found.nbytes, 0, []
-        self._looking = found.nbytes >= self.worst.nbytes
+        self._looking = found.nbytes >= max(self.worst.nbytes, self._floor)
         if found.nbytes > self.worst.nbytes:
             self.worst = found
-        if self._looking:  # perhaps still at the peak: then this shows what became of new tensors
+        if self._looking and not self._slack:  # perhaps still at the peak: then this shows what became of new tensors
             self.worst.resident, self.worst.activations = resident, self._largest()
+
+    def floor(self):
+        """The worst that was seen, if the optimizer had had its states from the beginning."""
+        held = [sum(now.values()) - now.get(HOST, 0) - now["optimizer"] for _, now in self.samples]
+        return max(held) + resident(self.engine, set())["optimizer"]
 
     def _largest(self):
         """What `Moment.activations` holds."""
@@ -147,7 +159,7 @@ class Moments(Timeline):
         self._part, self._looking = name, True
 
     def _ends(self, name):
-        self._running.pop()
+        del self._running[-1:]  # nothing, if the part failed before it began
         if self.engine.comm.traffic.phase != "backward":  # a recomputed part goes on there
             self._part = self._running[-1] if self._running else ""
 

@@ -1,19 +1,19 @@
 """A simulated rank: torch's fake process group and fake tensors, with an engine that knows of neither.
 
 Shapes, storages, collectives and their order are those of a real rank on GPUs; no value is computed, and nothing is
-sent. So a model that reads values, by `.item()` for instance, cannot be simulated.
+sent. So a model that reads values in a step, by `.item()` for instance, cannot be simulated; in its `__init__` it may.
 """
 
 import ast
 import contextlib
 import gc
-import importlib
 import inspect
 import os
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,14 +42,16 @@ from common.tiers.activations import HostActivations, predicted_moves
 from lab.simulate.clock import Clock
 from lab.simulate.hardware import Hardware
 from lab.simulate.moments import Moments
+from lab.simulate.own import Foreign, batch_of, loss_of, model_of, tokens_of
 
 NEED_VALUES = (
     fake_tensor.DataDependentOutputException,  # .item(), bool(tensor)
     fake_tensor.DynamicOutputShapeException,  # nonzero(), tensor[mask]
     fake_tensor.UnsupportedOperatorException,
 )
-LENGTH = 1024  # of a sample of a user's own model
-WARM_UP = 1  # steps before the one that is followed: with the first the optimizer's states appear
+UNCOMPILED = "fail_on_recompile"  # torch.compile aborts the process when it meets fake tensors, after a minute
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+SLACK = 0.01  # of the peak, within which the first step finds it
 
 
 @contextlib.contextmanager
@@ -90,21 +91,27 @@ def simulated_group(backend):
 def _without_values(backend):
     try:
         # A model's constants are real: they may be made before.
-        with mock.patch.dict(lanes.PATHS, fake=backend), fake_tensors(allow_non_fake_inputs=True):
+        values = fake_tensors(allow_non_fake_inputs=True)
+        with mock.patch.dict(lanes.PATHS, fake=backend), values, torch.compiler.set_stance(UNCOMPILED):
             yield
     except (*NEED_VALUES, RuntimeError) as error:
+        if UNCOMPILED in str(error):
+            raise InputError(
+                "torch.compile cannot be simulated: give the model, its step and its parts uncompiled"
+            ) from error
         if not isinstance(error, NEED_VALUES) and "data is not allocated yet" not in str(error):  # of C++ code
             raise
         raise InputError(
             f"{_place(error)} reads a tensor's values, of which a simulated rank has none "
-            f"({str(error).splitlines()[0]}); guard it, or compute it from shapes"
+            f"({str(error).splitlines()[0]}); guard it, compute it from shapes, or leave out that input"
         ) from error
 
 
 def _place(error):
-    """The last line outside of torch that an exception passed, such as "model.py:12 in forward"."""
+    """The last line that an exception passed, "model.py:12 in forward", outside of torch and what follows it."""
     library = str(Path(torch.__file__).parent)
-    frame = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)][-1]
+    passed = (f for f in traceback.extract_tb(error.__traceback__) if f.name != Outsider.__torch_dispatch__.__name__)
+    frame = [f for f in passed if not f.filename.startswith(library)][-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
@@ -147,88 +154,6 @@ class Kernels:
 
 def _normalize(x, shape, weight=None, eps=None):
     return F.layer_norm(x, shape, weight, None, eps or 1e-5)
-
-
-# ---- models ---------------------------------------------------------------------------------------------------
-
-
-class Foreign(nn.Module):
-    """A user's model, with the surface of the zoo's: called with a tensor, a tuple of arguments or a dict of them.
-
-    `make_inputs` makes those of (samples, length); without it they are token numbers, int64 [samples, length].
-    """
-
-    def __init__(self, model, make_inputs=None):
-        super().__init__()
-        self.model = model
-        self.make_inputs = make_inputs or (lambda samples, length: torch.zeros(samples, length, dtype=torch.int64))
-
-    def forward(self, inputs):
-        if isinstance(inputs, dict):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
-
-
-def loss_of(outputs, targets):
-    """What a step trains: the zoo's loss; a foreign model's own `loss`, or one of its logits or its output."""
-    if hasattr(outputs, "loss") and outputs.loss is not None:
-        return outputs.loss
-    outputs = getattr(outputs, "logits", outputs)
-    if torch.is_tensor(targets) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
-        return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
-    return outputs.float().mean()
-
-
-def model_of(name, checkpoint_activations=None):
-    """A model of the zoo, of `models.LANDMARKS`, or what a function `package.module:make_model` returns.
-
-    Such a function returns a module, or a pair of it and what makes its inputs: see `Foreign`. In place of a name a
-    function may be given that returns a module with the zoo's surface.
-
-    Raises:
-        InputError: no model has this name.
-    """
-    if callable(name):
-        with torch.device("meta"):
-            made = name()
-        made.checkpoint_activations = checkpoint_activations
-        return made
-    if ":" not in name:
-        return models.build(name, checkpoint_activations=checkpoint_activations, known=models.SIZES | models.LANDMARKS)
-    if checkpoint_activations is not None:
-        raise InputError(f"--checkpoint-activations: {name} is not in the zoo; build its checkpoints into the model")
-    path, _, attribute = name.partition(":")
-    try:
-        make = getattr(importlib.import_module(path), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise InputError(
-            f"--model {name}: {error}; name package.module:function, which returns the model; the module lies in "
-            "this folder or along PYTHONPATH"
-        ) from error
-    made = make()
-    return Foreign(*made) if isinstance(made, tuple) else Foreign(made)
-
-
-def batch_of(model, samples, length=None):
-    """(inputs, targets) of so many samples for a model of `model_of`; an InputError for a length it does not take."""
-    if isinstance(model, Foreign):
-        inputs = model.make_inputs(samples, length or LENGTH)
-        return inputs, inputs
-    if length is not None and not getattr(model, "predicts_text", False):
-        raise InputError(f"--seq {length}: the model reads no text; leave it out")
-    if length is not None and length >= model.window:
-        raise InputError(f"--seq {length}: the model takes samples of {model.window - 1} at most")
-    window = model.window if length is None else length + 1
-    return model.inputs_and_targets(torch.zeros(samples, window, dtype=torch.uint8))
-
-
-def tokens_of(model, length=None):
-    """How many tokens a sample has; a sample that is no text counts as one."""
-    if isinstance(model, Foreign):
-        return length or LENGTH
-    if not getattr(model, "predicts_text", False):
-        return 1
-    return length or model.window - 1
 
 
 # ---- engines of a user's own ----------------------------------------------------------------------------------
@@ -299,6 +224,7 @@ class Setting:
     offload_activations: bool = False
     accumulate: int = 1  # micro-batches of a step
     no_sync: bool = False  # only the last is reduced
+    optimizer: Callable = ADAMW  # from parameters to an optimizer
     own: dict = field(default_factory=dict)  # what the engine takes besides
     backend: str = "nccl"  # whose paths its collectives take; or "gloo"
     hardware: Hardware | None = None  # whose time is counted; None counts none
@@ -328,15 +254,18 @@ def simulate(setting, step):
         engine, module = engine_of(setting, group)
         micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
         loss = loss_of if isinstance(module, Foreign) else models.loss
-        for _ in range(WARM_UP):
-            step(engine, micro_batches, setting.no_sync, loss)
         books = engine if hasattr(engine, "accounting") else Outsider(engine)
-        books.comm.traffic.reset()
-        with contextlib.ExitStack() as modes:
-            if books is not engine:
-                modes.enter_context(books)
-            moments = modes.enter_context(Moments(books, module))
-            step(engine, micro_batches, setting.no_sync, loss)
+
+        def follow(**how):
+            books.comm.traffic.reset()
+            with books if books is not engine else contextlib.nullcontext(), Moments(books, module, **how) as moments:
+                step(engine, micro_batches, setting.no_sync, loss)
+            return moments
+
+        floor = follow(slack=SLACK).floor()  # a warm-up, too: with the first step the optimizer's states appear
+        moments = follow(floor=floor)
+        if moments.worst.nbytes < floor:  # the first step held more than those after it
+            moments = follow()
         row = {"time": None, "trace": None, **counted(books, moments, setting, module)}
         if setting.hardware is not None:  # a step of its own: what follows memory makes no operations
             ranks_per_node = setting.ranks_per_node or setting.world_size
@@ -375,14 +304,13 @@ def _no_value(name, tensor):
 
 def engine_of(setting, group=None):
     """The engine and its model, in a simulated world or over its group; an InputError names an unknown option."""
-    taken = [inspect.signature(kind.__init__).parameters for kind in setting.engine.__mro__]
     for name in setting.own:
-        if not any(name in parameters for parameters in taken):
+        if not takes(setting.engine, name):
             raise InputError(f"--with {name}: {setting.engine.__module__} takes no option of this name")
     module, own = model_of(setting.model, setting.checkpoint_activations), setting.own
     engine = setting.engine(
         module,
-        partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        setting.optimizer,
         precision=setting.precision,
         bucket_mb=setting.bucket_mb,
         clip_norm=setting.clip_norm,
@@ -392,6 +320,11 @@ def engine_of(setting, group=None):
     if setting.offload_activations:
         module.saving = HostActivations(engine)
     return engine, module
+
+
+def takes(engine, name):
+    """Whether an engine has an option of this name."""
+    return any(name in inspect.signature(kind.__init__).parameters for kind in engine.__mro__)
 
 
 def counted(books, moments, setting, module):

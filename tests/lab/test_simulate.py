@@ -4,6 +4,8 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -12,15 +14,18 @@ from formulas import NODE, bytes_held
 from torch import nn
 from training import ENGINES, SEVEN, STAGES
 
-from common import models
+from common import engines, models
 from common.engines import find_engine
 from common.errors import InputError
 from common.loop import train_step
 from common.measure.memory import Timeline
+from common.measure.tables import show_bytes
+from common.models.gpt import GPT, GPTConfig
 from common.train import add_arguments, train
 from lab.simulate import __main__ as command
 from lab.simulate.moments import Moments
-from lab.simulate.world import Setting, batch_of, engine_of, simulate, simulated_world
+from lab.simulate.own import batch_of, model_of
+from lab.simulate.world import Setting, engine_of, simulate, simulated_world
 
 CASES = [*((stage, "fp32", "gpt-mini") for stage in STAGES)]
 CASES += [("stage2_grad", "fp16", "gpt-mini"), ("stage3_param", "fp16", "gpt-mini"), ("offload", "fp16", "gpt-nano")]
@@ -84,31 +89,43 @@ def test_a_disks_buffers_are_the_hosts_where_that_is_another_memory(backend):
     assert (disk > host) == (backend == "gloo")
 
 
+@pytest.mark.parametrize("checkpoints", ["non-reentrant", None])
 @pytest.mark.parametrize("name", [*SEVEN, "zeropp"])
 @pytest.mark.one_in(3)
-def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name):
-    setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations="non-reentrant")
+def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name, checkpoints):
+    setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations=checkpoints)
     with simulated_world(4):
         made, module = engine_of(setting)
         micro_batches = [batch_of(module, 2)]
-        train_step(made, micro_batches)
-        with Timeline(made) as timeline, Moments(made, module) as moments:
+        with Moments(made, module, slack=0.01) as first:
             train_step(made, micro_batches)
-    assert moments.peak_bytes() == moments.worst.nbytes == timeline.peak_bytes()
+        with Timeline(made) as timeline, Moments(made, module) as moments, Moments(made, module, first.floor()) as few:
+            train_step(made, micro_batches)
+    assert few.peak_bytes() == moments.peak_bytes() == moments.worst.nbytes == timeline.peak_bytes()
+    assert few.worst == moments.worst
     assert moments.worst.phase == "backward"
-    assert moments.worst.part in ("blocks.2", "blocks.3")  # with the next unit in flight
-    assert len(moments.samples) < len(timeline.samples)
+    assert moments.worst.part in ("blocks.2", "blocks.3") or not checkpoints  # with the next unit in flight
+    assert len(few.samples) <= len(moments.samples) < len(timeline.samples)
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_where_activations_stay_few_operations_are_looked_at_however_many_layers(layers, monkeypatch):
+    """What a look costs grows with what is live, so that looks after each operation would cost its square."""
+    looks = []
+    monkeypatch.setattr(Moments, "sample", lambda self, sample=Moments.sample: (looks.append(1), sample(self)))
+    made = partial(GPT, GPTConfig(layers=layers, width=64, heads=4, sequence=256))
+    simulate(Setting(find_engine("stage3_param"), made, 64, precision="bf16"), train_step)
+    assert len(looks) < 10 * layers + 100
 
 
 @pytest.mark.exhaustive
 @pytest.mark.alone
-def test_a_trillion_parameters_on_1024_ranks_take_20_seconds_and_2_gb(tmp_path):
+@pytest.mark.parametrize("checkpoints", [["--checkpoint-activations"], []])
+def test_a_trillion_parameters_on_1024_ranks_take_20_seconds_and_2_gb(checkpoints, tmp_path):
     done = tmp_path / "trillion.json"
     arguments = ["stage3_param", "--model", "gpt-1t", "--world-size", "1024", "--ranks-per-node", "8"]
     began = time.monotonic()
-    run = commands.run(
-        "-m", "lab.simulate", *arguments, "--precision", "bf16", "--checkpoint-activations", "--json", done
-    )
+    run = commands.run("-m", "lab.simulate", *arguments, "--precision", "bf16", *checkpoints, "--json", done)
     assert run.returncode == 0, run.stderr
     assert time.monotonic() - began < 20
     results = json.loads(done.read_text())
@@ -156,6 +173,60 @@ def make_masks():
     return Masks(8, 8), lambda samples, length: torch.zeros(samples, length, 8)
 
 
+class Drops(nn.Linear):
+    """Reads values where it is made, as vision transformers do for the rates of their paths; a weight is tied."""
+
+    def __init__(self):
+        super().__init__(16, 16, bias=False)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+        self.register_buffer("scale", torch.ones(16))
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.weight
+
+    def forward(self, pixel_values, labels):
+        logits = self.tied(nn.functional.dropout(super().forward(pixel_values) * self.scale, self.rates[-1]))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+
+
+def make_drops():
+    return Drops(), lambda samples, length: {
+        "pixel_values": torch.zeros(samples, 16),
+        "labels": torch.zeros(samples, dtype=torch.int64),
+    }
+
+
+def make_drops_on_meta():
+    with torch.device("meta"):
+        return make_drops()
+
+
+def make_compiled():
+    return torch.compile(make_text_model())
+
+
+def make_partly_compiled():
+    model = make_text_model()
+    model[1].forward = torch.compile(model[1].forward)
+    return model
+
+
+def make_sized(config):
+    return nn.Linear(config, config)
+
+
+def make_nothing():
+    return None
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def step_twice(engine, micro_batches, no_sync, loss):
+    for _ in range(2):
+        train_step(engine, micro_batches, no_sync, loss)
+
+
 class Attends(nn.Linear):
     """Attention of four heads with dropout, behind an RMSNorm, from inputs [samples, length, 64]."""
 
@@ -180,7 +251,7 @@ def test_a_simulated_gpu_attends_by_its_own_kernel_which_keeps_no_square_of_the_
     assert (counts["peak_bytes"] < square) == (backend == "nccl")
 
 
-@pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
+@pytest.mark.parametrize("model", ["make_text_model", "make_encoder", "make_drops"])
 @pytest.mark.parametrize("name", SEVEN)
 def test_a_model_of_ones_own_is_simulated(name, model):
     counts = simulate(Setting(find_engine(name), f"{__name__}:{model}", 4, batch=2, sequence=8), train_step)
@@ -192,6 +263,60 @@ def test_a_model_of_ones_own_is_simulated(name, model):
 def test_a_model_that_reads_values_is_named_with_the_line(model):
     with pytest.raises(InputError, match=r"test_simulate\.py:\d+ in forward reads a tensor's values"):
         simulate(Setting(find_engine("stage3_param"), f"{__name__}:{model}", 4), train_step)
+
+
+def test_a_models_parameters_are_dropped_as_they_are_made_and_ties_kept():
+    model = model_of(f"{__name__}:make_drops").model
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert model.tied.weight is model.weight
+    assert model.rates[-1] == pytest.approx(0.1)
+
+
+REFUSED = {
+    "--model make_compiled": "torch.compile cannot be simulated",
+    "--model make_partly_compiled": "torch.compile cannot be simulated",
+    "--model make_sized": "missing a required argument: 'config'",
+    "--model make_nothing": "return the model",
+    "--model make_drops_on_meta": "build it without torch.device",
+    "--optimizer make_nothing": "called with parameters: too many positional arguments",
+    "--step momentum": "called with engine, micro_batches, no_sync, loss",
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_cannot_be_simulated_of_ones_own_is_refused_in_a_line(option, capsys):
+    flag, name = option.split()
+    with pytest.raises(SystemExit):
+        command.main(["stage3_param", flag, f"{__name__}:{name}", "--seq", "8"])
+    said = capsys.readouterr().err
+    assert REFUSED[option] in said
+    assert said.count("\n") == 1
+
+
+def test_the_step_and_the_optimizer_may_be_ones_own(tmp_path):
+    found = []
+    for own in ([], ["--optimizer", f"{__name__}:momentum", "--step", f"{__name__}:step_twice"]):
+        command.main(["stage2_grad", "--model", "gpt-tiny", *own, "--json", str(tmp_path / "own.json")])
+        found.append(json.loads((tmp_path / "own.json").read_text()))
+    adam, sgd = found
+    assert sgd["model_state_bytes"]["optimizer"] == sgd["predicted_model_state_bytes"]["optimizer"]
+    assert sgd["model_state_bytes"]["optimizer"] == pytest.approx(adam["model_state_bytes"]["optimizer"] / 2, rel=0.01)
+    assert sgd["wire_bytes_per_step"] == {name: 2 * sent for name, sent in adam["wire_bytes_per_step"].items()}
+
+
+def test_all_engines_stand_in_one_table_with_the_numbers_of_their_own(tmp_path, capsys):
+    done = tmp_path / "all.json"
+    how = ["--model", "gpt-tiny", "--hardware", "a100-80g", "--with", "tiers=nvme", "--json", str(done)]
+    command.main(how)
+    rows, said = json.loads(done.read_text())["rows"], capsys.readouterr().out
+    assert [row["engine"] for row in rows] == list(engines.ENGINES)
+    command.main(["offload.nvme", *how])
+    alone, row = json.loads(done.read_text()), rows[engines.ENGINES.index("offload.nvme")]
+    changing = ("commit", "simulated_in_seconds", "really_held_bytes")
+    assert {k: v for k, v in row.items() if k not in changing} == {k: v for k, v in alone.items() if k not in changing}
+    for row in rows:
+        assert f"{row['time']['step_seconds']:.3g}" in said
+        assert show_bytes(row["peak_bytes"]) in said
 
 
 def test_an_engine_without_books_is_counted_by_torchs_own_operations():
