@@ -161,7 +161,8 @@ def scaling(results):
     _axes(one, "GB of a GPU: peak of a step, and dotted model states", f"{results['model']}, batch 1")
     for name in dict.fromkeys(row["way"] for row in results["largest"]):
         rows = [row for row in results["largest"] if row["way"] == name and row["parameters"]]
-        billions, line = [row["parameters"] / 1e9 for row in rows], "--" if name.endswith("disk") else "-"
+        billions = [row["parameters"] / 1e9 for row in rows]
+        line = "--" if name.endswith("disk") else ":" if "optimizer" in name else "-"
         two.plot([row["ranks"] for row in rows], billions, line, label=name, **styles[rows[0]["engine"]])
     _axes(two, "billions of parameters", "The largest GPT that fits", legend="lower right")
     two.set_ylim(bottom=0.03)
