@@ -78,7 +78,7 @@ function command() {
   if (!setting.checkpoints) parts.push("--no-checkpoints");
   if (setting.checkpoints && setting.offload_activations) parts.push("--offload-activations");
   if (setting.fused_loss) parts.push("--fused-loss");
-  if (setting.sequence_parallel) parts.push("--sequence-parallel");
+  if (setting.tensor > 1 && setting.sequence_parallel) parts.push("--sequence-parallel");
   for (const name of PLAN.switches) if (!setting[name]) parts.push(`--with ${name}=False`);
   return parts.join(" ");
 }
@@ -166,7 +166,7 @@ function show() {
     ["crosses its bus", row.bus, "host"],
     ["from and to disk", row.disk_moved, "disk"],
   ], most, amount);
-  const computing = setting.accumulate * found.compute_seconds;
+  const { computing } = found;
   const slowest = Math.max(...rows.map((one) => one.seconds.collectives), computing, row.seconds.bus, row.seconds.disk);
   bars("times", [
     ["computing", computing, "compute"],
@@ -211,8 +211,7 @@ function bars(id, rows, most, words) {
   }));
 }
 
-function sentence(row, { rows, rank, budget, advised, compute_seconds }) {
-  const computing = setting.accumulate * compute_seconds;
+function sentence(row, { rows, rank, budget, advised, computing }) {
   const states = row.states.parameters + row.states.gradients + row.states.optimizer;
   const room = { GPU: `the ${amount(budget)} to plan with`, host: "its part of the host", disk: "its part of the disks" };
   const said = [`${capital(row.way)}: ${states ? `${amount(states)} of` : "no"} model states on the GPU, ` +
@@ -222,7 +221,7 @@ function sentence(row, { rows, rank, budget, advised, compute_seconds }) {
   else said.push("It is the lowest that fits.");
   const [name, seconds] = Object.entries(row.seconds).sort((one, other) => other[1] - one[1])[0];
   said.push(seconds > computing
-    ? `${capital(name)} ${name === "collectives" ? "take" : "takes"} longer than computing, ${duration(seconds)} against ${duration(computing)}: accumulate more micro-batches or take larger ones.`
+    ? `${capital(name)} ${name === "collectives" ? "take" : "takes"} longer than computing, ${duration(seconds)} against ${duration(computing)}: ${PLAN.no_sync.includes(row.engine) ? "accumulate micro-batches or take larger ones" : "take larger micro-batches"}.`
     : `Computing takes longest, ${duration(computing)}.`);
   return said.join(" ");
 }

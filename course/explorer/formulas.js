@@ -1,7 +1,7 @@
 // lab/plan in JavaScript, name by name: what a rank holds, sends and moves. A test holds both to the same figures.
 
 const PLAN = JSON.parse(document.getElementById("plan").textContent);
-const [LOSS, HEAD, BLOCK, BUCKETS] = PLAN.moments;
+const [LOSS, HEAD, BLOCK, BUCKETS, EMBEDDING] = PLAN.moments;
 const STATES = ["parameters", "gradients", "optimizer"];
 
 // The rows of lab.plan for `setting`; {refused} says why there are none.
@@ -11,9 +11,14 @@ function figures(setting) {
     return { refused: `Tensor × pipeline, ${degree}, does not divide ${setting.world_size} GPUs: choose other degrees.` };
   }
   const shape = setting.model ? PLAN.shapes[setting.model] : ofSize(setting.params);
+  if (setting.pipeline > shape.layers) {
+    return { refused: `A pipeline of ${setting.pipeline} needs as many layers: the model has ${shape.layers}.` };
+  }
   const machine = PLAN.gpus[setting.gpu];
   const offload_activations = setting.checkpoints && setting.offload_activations;
-  const rank = new Rank(shape, machine, { ...setting, offload_activations, width: PLAN.widths[setting.precision] });
+  const sequence_parallel = setting.tensor > 1 && setting.sequence_parallel;
+  const width = PLAN.widths[setting.precision];
+  const rank = new Rank(shape, machine, { ...setting, offload_activations, sequence_parallel, width });
   const budget = PLAN.usable * machine.holds;
   const switches = Object.fromEntries(PLAN.switches.map((name) => [name, setting[name]]));
   const rows = PLAN.ways.map((way) => {
@@ -24,7 +29,7 @@ function figures(setting) {
     return row;
   });
   const advised = PLAN.advised.find((number) => rows[number].fits);
-  return { rank, rows, budget, compute_seconds: rank.computeSeconds(), advised };
+  return { rank, rows, budget, compute_seconds: rank.computeSeconds(), computing: rank.computing(), advised };
 }
 
 // The first limit that a row exceeds; undefined if it fits.
@@ -38,10 +43,12 @@ function full(row, gpu, budget) {
 function ofSize(parameters) {
   const { aspect, vocabulary, sequence } = PLAN;
   const layers = Math.max(1, Math.round((parameters / (12 * aspect ** 2)) ** (1 / 3)));
-  const width = Math.max(1, Math.round((parameters / (12 * layers)) ** 0.5));
-  const root = Math.min(vocabulary * width, parameters / 2);
+  const rest = vocabulary / (24 * layers); // 12 layers width² and an embedding are all of them
+  const width = Math.max(1, Math.round((rest ** 2 + parameters / (12 * layers)) ** 0.5 - rest));
+  const root = Math.min(vocabulary * width, parameters);
   return {
-    parameters, layers, block: (parameters - root) / layers, root, last: 0, largest: root, width, vocabulary, sequence,
+    parameters, layers, block: (parameters - root) / layers, root, last: 0, largest: root, tied: true, width, vocabulary, sequence,
+    attention: width,
     whole: 4 * width, cut: 12 * width, working: 4 * width, weights: 5 * width ** 2,
   };
 }
@@ -74,7 +81,7 @@ class Rank {
     this.summed = job.accumulate > 1 ? 4 : this.width; // sums over micro-batches are in fp32
     this.bucket = Math.min(this.psi, Math.max(PLAN.bucket, shape.largest / tensor));
     [this.block, this.root, this.last] = [shape.block, shape.root, shape.last].map((count) => count / tensor);
-    this.kept = this.root + (this.last || this.block); // stays gathered between forward and backward
+    this.kept = (this.root + (this.last || this.block)) / pipeline; // stays gathered between forward and backward
   }
 
   row(way) {
@@ -83,7 +90,7 @@ class Rank {
     const [sent, sent_by_node] = this.sent(way);
     const [moved, disk_moved] = this.moved(way);
     const host = onHost + this.offloaded();
-    const bus = moved + 2 * job.accumulate * this.offloaded();
+    const bus = moved + (2 * job.accumulate * this.offloaded()) / job.pipeline;
     const moments = PLAN.moments.map((moment) => [moment, this.transient(way, moment), this.activations(moment)]);
     const [moment, transient, activations] = moments.reduce((worst, one) => (one[1] + one[2] > worst[1] + worst[2] ? one : worst));
     const seconds = {
@@ -92,11 +99,11 @@ class Rank {
       disk: disk_moved ? disk_moved / gpu.disk : 0,
     };
     const steps = way.engine.startsWith("offload"); // on the host
-    const stepping = steps ? (PLAN.stepped * this.psi) / this.ranks / gpu.host_memory : 0;
+    const stepping = steps ? ((PLAN.stepped + 2 * 8) * this.psi) / this.ranks / gpu.host_memory : 0;
     return {
       ...way, states, host, disk, moment, transient, activations, sent, sent_by_node, bus, disk_moved, seconds,
       device: states.parameters + states.gradients + states.optimizer + transient + activations,
-      step_seconds: Math.max(job.accumulate * this.computeSeconds(), ...Object.values(seconds)) + stepping,
+      step_seconds: Math.max(this.computing(), ...Object.values(seconds)) + stepping,
     };
   }
 
@@ -136,11 +143,13 @@ class Rank {
     const onDevice = w === 2 && !way.engine.startsWith("offload");
     if (!PLAN.in_units.includes(way.engine)) {
       const receives = onDevice ? (4 * bucket) / (way.engine === "stage0_ddp" ? 1 : n) : 0;
-      const inFlight = moment === LOSS || PLAN.no_sync.includes(way.engine) ? 0 : moment === BUCKETS ? 2 : 1;
+      if (PLAN.no_sync.includes(way.engine)) return receives + (this.summed > w ? 4 * psi : 0); // several add up in fp32
+      const inFlight = moment === LOSS ? 0 : moment === BUCKETS ? 2 : 1;
       return receives + w * Math.min(psi, inFlight * bucket);
     }
     const receives = onDevice ? (4 * Math.max(unit, last)) / n : 0;
     if (moment === LOSS || moment === HEAD) return receives + w * (this.kept + (moment === LOSS ? 0 : root || last));
+    if (moment === EMBEDDING) return receives + w * (root + (this.shape.tied ? 0 : last) + block + unit + last);
     const codes = way.engine === "zeropp" ? this.codesInFlight(way) * block : 0;
     return receives + w * (root + 2 * block + unit) + codes;
   }
@@ -164,10 +173,13 @@ class Rank {
     const ends = kept / job.pipeline + 2 * inputs;
     const logits = job.fused_loss ? 0 : (shape.vocabulary * tokens) / t;
     if (moment === LOSS) return ends + PLAN.logit * logits;
-    if (moment === HEAD) return ends + w * (logits + (shape.vocabulary * shape.width) / t);
+    const embedding = (w * shape.vocabulary * shape.width) / t; // a gradient of it
+    if (moment === HEAD) return ends + w * logits + embedding;
+    if (moment === EMBEDDING) return inputs + (shape.tied ? 3 : 1) * embedding;
     if (moment === BUCKETS) kept *= 1 - this.bucket / this.psi; // what backward has gone through is freed
     const again = job.checkpoints ? inside - inputs : 0;
-    return kept + again + inputs + (w * (shape.working * tokens + shape.weights)) / t;
+    const waits = shape.tied ? embedding : 0; // the head's, for the embedding's
+    return kept + again + inputs + waits + (w * (shape.working * tokens + shape.weights)) / t;
   }
 
   // Bytes that checkpoints keep on the host.
@@ -223,10 +235,15 @@ class Rank {
     return [bus, disk];
   }
 
+  // Seconds that a step computes; a pipeline waits for its first micro-batch to arrive at the last stage.
+  computing() {
+    return (this.job.accumulate + this.job.pipeline - 1) * this.computeSeconds();
+  }
+
   // Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints, and attention.
   computeSeconds() {
     const { shape, job } = this;
-    const each = (shape.active ?? shape.parameters) + shape.layers * shape.width * this.sequence;
+    const each = (shape.active ?? shape.parameters) + shape.layers * shape.attention * this.sequence;
     const operations = ((job.checkpoints ? 8 : 6) * each * job.batch * this.sequence) / (job.tensor * job.pipeline);
     return operations / (this.gpu.flops[this.width] * this.gpu.fraction);
   }

@@ -29,7 +29,7 @@ from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, check_counts, one_line_errors, parser_of, publish
 from lab.activations import largest_fitting
 from lab.plan import shapes
-from lab.plan.formulas import SWITCHES, WAYS, Job, Rank
+from lab.plan.formulas import NO_SYNC, SWITCHES, WAYS, Job, Rank
 from lab.plan.shapes import size_of
 from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.world import Setting, own_options, simulate
@@ -38,11 +38,12 @@ USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NC
 LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())
 OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
 OPTIMIZERS = {"adamw": 8, "sgd": 4, "adam8bit": 2}  # bytes of their states for a parameter
+UNSIMULATED = ("lora", "optimizer", "fused-loss", "offload-activations", "fp32-gradients")
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
 ADVISED = (0, 1, 2, 3, 5, 6, 7, 8)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
 OF_A_LANDMARK = {"gpu": "h100-80g", "world_size": 8, "tensor": 1, "pipeline": 1}  # with what they are otherwise
-COUNTS = ("world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq", "lora")
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "active")
+COUNTS = ("world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq", "lora", *SHAPE)
 MACHINE = {"memory": "holds", "flops": "flops", "link": "inside", "between": "between"}
 MACHINE |= {"host": "host_holds", "disk": "disk_holds", "bus": "bus"}  # options -> fields of Hardware
 MORE_GPUS = "Take more GPUs, a tensor-parallel degree, a smaller micro-batch or shorter samples: see what is largest."
@@ -85,6 +86,8 @@ def parser():
 def plan(options):
     """The JSON of `lab.plan`; an InputError if the options cannot be used."""
     check_counts(options, *COUNTS)
+    if options.sequence_parallel and (options.tensor or 1) == 1:
+        raise InputError("--sequence-parallel shares what tensor parallelism leaves whole: give --tensor too")
     landmark = landmark_of(options)
     for name, usual in OF_A_LANDMARK.items():
         if getattr(options, name) is None:
@@ -112,6 +115,7 @@ def plan(options):
         "budget_bytes": budget,
         "ran": landmark.get("engine"),
         "compute_seconds": rank.compute_seconds(),
+        "computing_seconds": rank.computing(),
         "rows": rows,
         "advice": advice(rows, budget, rank),
         "notes": notes(options, machine, rank) + ([landmark["said"]] if landmark else []),
@@ -123,9 +127,9 @@ def job_of(options, shape, machine):
     if options.optimizer not in OPTIMIZERS:
         raise InputError(f"unknown optimizer {options.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
     if options.offload_activations and (options.no_checkpoints or shape.measured):
-        raise InputError(
-            "--offload-activations moves what a transformer's checkpoints keep; leave out --no-checkpoints"
-        )
+        raise InputError("--offload-activations: there are no checkpoints of a known shape; leave it out")
+    if options.fused_loss and shape.measured:
+        raise InputError(f"--fused-loss: the loss of {shape.name} is run as it is; leave it out")
     named = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
     named |= {"accumulate": options.accumulate or 1, "sequence": options.seq, "checkpoints": not options.no_checkpoints}
     width = dtype_of(options.precision).itemsize
@@ -241,17 +245,19 @@ def advice(rows, budget, rank):
         takes = show_bytes(round(least["device"]))
         return f"Nothing fits into {show_bytes(budget)}: {least['way']} takes least, {takes}. {MORE_GPUS}"
     said = f"{row['way']}: the lowest that fits into {show_bytes(budget)}."
-    if row["engine"] in SEND_ALIKE:
-        said += " Up to stage 2 all send as much; stage 3 sends half as much again."
+    if row["engine"] in SEND_ALIKE and 0 < rows[2]["sent"] == rows[0]["sent"]:
+        said += f" Up to stage 2 all send as much; stage 3 sends {rows[3]['sent'] / rows[0]['sent']:.2g} times as much."
     fastest = min((other for other in rows if other["fits"]), key=lambda other: other["step_seconds"])
     if fastest["step_seconds"] < 0.95 * row["step_seconds"]:
         said += f" The fastest that fits is {fastest['way']}, {fastest['step_seconds']:.2g} s in place of"
         said += f" {row['step_seconds']:.2g} s a step."
-    slowest, computing = max(row["seconds"], key=row["seconds"].get), rank.job.accumulate * rank.compute_seconds()
+    slowest, computing = max(row["seconds"], key=row["seconds"].get), rank.computing()
     longest, takes = row["seconds"][slowest], "take" if slowest == "collectives" else "takes"
     if longest > computing:
-        said += f" Its {slowest} {takes} {longest:.2g} s a step, computation {computing:.2g} s: accumulate more"
-        said += " micro-batches or take larger ones."
+        more = (
+            "accumulate micro-batches or take larger ones" if row["engine"] in NO_SYNC else "take larger micro-batches"
+        )
+        said += f" Its {slowest} {takes} {longest:.3g} s a step, computation {computing:.3g} s: {more}."
     return said
 
 
@@ -262,18 +268,21 @@ def notes(options, machine, rank):
         said.append(f"{machine.name} has no bf16: train in fp16, which takes as many bytes.")
     if options.tensor > 1:
         how = "and so is all else, by sequence parallelism" if options.sequence_parallel else "norms' inputs are not"
-        said.append(f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}.")
-    if options.tensor > node:
         said.append(
-            f"A tensor-parallel group of {options.tensor} leaves its node of {node}: its all-reduces of activations in "
-            "each block, which are not counted, cross the links between nodes."
+            f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}. Its all-reduces of "
+            "activations in each block are not counted."
+        )
+    if options.tensor > node or node % options.tensor:
+        said.append(
+            f"Some tensor-parallel groups of {options.tensor} lie on several nodes of {node}: their all-reduces cross "
+            "the links between nodes."
         )
     if options.pipeline > 1:
-        times = options.pipeline  # it needs as many micro-batches, or more
+        times = max(options.pipeline, rank.job.accumulate)  # it needs as many micro-batches, or more
         said.append(
-            f"A pipeline of {times} has {times} micro-batches in flight. Stages 0 and 1 reduce once a step; stage 2 "
-            f"reduces each and sends {(times + 1) / 2:g} times as much, stage 3 gathers for each and sends up to "
-            f"{1.5 * times:g} times: DeepSpeed refuses both there. The pipeline's bubble is not counted."
+            f"In a step of {times} micro-batches, as the pipeline of {options.pipeline} wants, stages 0 and 1 reduce "
+            f"once; stage 2 reduces each and sends {(times + 1) / 2:g} times as much, stage 3 gathers for each and "
+            f"sends up to {1.5 * times:g} times as much: DeepSpeed refuses both there."
         )
     if rank.ranks % rank.per_node:
         last = rank.ranks % rank.per_node
@@ -292,12 +301,19 @@ def confirmed(options, results):
         raise InputError("--simulate: nothing fits, so no engine is advised")
     if not options.params and (options.model is None or options.model in shapes.PRESETS):
         raise InputError("--simulate: give --params, or a --model that can be built")
+    given = [
+        f"--{name}" for name in UNSIMULATED if getattr(options, name.replace("-", "_")) not in (None, False, "adamw")
+    ]
+    if given:
+        raise InputError(f"--simulate: the simulation takes no {', '.join(given)}; leave out one or the other")
     made = simulate(
         Setting(
             find_engine(row["engine"]),
             options.model or partial(a_gpt, results["model"]),
             results["world_size"],
-            ranks_per_node=results["per_node"],
+            ranks_per_node=results["per_node"] if results["data_parallel"] % results["per_node"] == 0 else None,
+            accumulate=results["accumulate"],
+            no_sync=row["engine"] in NO_SYNC,
             precision=results["precision"],
             batch=results["batch"],
             sequence=options.seq,
@@ -327,8 +343,8 @@ def tables(results):
     shape = results["model"]
     title = (
         f"{shape['name']}, {shape['parameters']:,.0f} parameters, {results['precision']}, on {results['world_size']} "
-        f"GPUs of {results['gpu']}: tensor {results['tensor']}, pipeline {results['pipeline']}, "
-        f"data {results['data_parallel']}"
+        f"GPUs ({results['gpu']}): tensor {results['tensor']}, pipeline {results['pipeline']}, "
+        f"data {results['data_parallel']}; samples of {results['sequence']:,} tokens"
     )
     held, moved = [], []
     for row in results["rows"]:

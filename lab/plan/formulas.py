@@ -9,10 +9,11 @@ from common.errors import InputError
 BUCKET = 25 * 2**20 // 4  # elements, at least
 SCALE = 4 / 256  # bytes of an element's part of an fp32 scale
 LOGIT = 12  # bytes of a logit at the loss: in fp32, its log-softmax, its gradient
-STEPPED = 28  # bytes that the host's optimizer reads and writes for a parameter
+STEPPED = 12  # bytes that a host's step reads and writes for a parameter, and twice those of the optimizer's states
 SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on by default
 LOSS, HEAD, BLOCK, BUCKETS = "the loss", "the head's gradient", "a block's backward", "a second bucket"
-MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS)  # of a step, at which memory peaks
+EMBEDDING = "the embedding's gradient"
+MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, EMBEDDING)  # of a step, at which memory peaks
 STATES = ("parameters", "gradients", "optimizer")
 OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
 WITH_BUCKETS = ("stage2_grad", "offload")
@@ -40,6 +41,8 @@ class Shape:
     trained_root: float | None = None
     trained_last: float | None = None
     active: float | None = None  # parameters that a token meets, of a mixture of experts; None is all
+    tied: bool = False  # the head is the embedding
+    attention: float = 0  # width of all heads of a block
     width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
     vocabulary: int = 0
     sequence: int | None = None
@@ -136,6 +139,8 @@ class Rank:
         self.sequence = job.sequence or shape.sequence
         if self.sequence is None:
             raise InputError(f"{shape.name} has no length of its own; give --seq")
+        if job.pipeline > shape.layers:
+            raise InputError(f"--pipeline {job.pipeline}: {shape.name} has {shape.layers} layers; give as many at most")
         if shape.measured and degree > 1:
             raise InputError(
                 f"{shape.name}: how its activations divide is not known; leave out --tensor and --pipeline"
@@ -169,7 +174,7 @@ class Rank:
     @property
     def _kept(self):
         """The parameters that end the forward: they stay gathered, and save their second gather."""
-        return self._unit("root") + (self._unit("last") or self._unit("block"))
+        return (self._unit("root") + (self._unit("last") or self._unit("block"))) / self.job.pipeline
 
     @property
     def master(self):
@@ -207,7 +212,7 @@ class Rank:
         sent, out = self.sent(way)
         bus, on_disk = self.moved(way)
         host += self.offloaded
-        bus += 2 * self.job.accumulate * self.offloaded
+        bus += 2 * self.job.accumulate * self.offloaded / self.job.pipeline
         moments = [(self.transient(way, *moment), self.activations(*moment), moment[0]) for moment in self._moments()]
         transient, activations, worst = max(moments, key=lambda moment: moment[0] + moment[1])
         seconds = {
@@ -216,7 +221,8 @@ class Rank:
             "disk": on_disk / self.gpu.disk,
         }
         on_host = way.engine == "offload" or (way.tiers and way.tiers["optimizer"] != "device")
-        stepping = STEPPED * self.trained / self.ranks / self.gpu.host_memory if on_host else 0
+        stepped = (STEPPED + 2 * self.job.moments) * self.trained / self.ranks
+        stepping = stepped / self.gpu.host_memory if on_host else 0
         return {
             "way": way.title,
             "engine": way.engine,
@@ -233,7 +239,7 @@ class Rank:
             "bus": bus,
             "disk_moved": on_disk,
             "seconds": seconds,
-            "step_seconds": max(self.job.accumulate * self.compute_seconds(), *seconds.values()) + stepping,
+            "step_seconds": max(self.computing(), *seconds.values()) + stepping,
         }
 
     def _moments(self):
@@ -289,12 +295,17 @@ class Rank:
         if way.engine not in IN_UNITS:
             receives = 0 if w == 4 or way.engine == "offload" else 4 * self.bucket
             receives /= 1 if way.engine == "stage0_ddp" else self.ranks
-            in_flight = 0 if loss or way.engine in NO_SYNC else 2 if moment == BUCKETS else 1
+            if way.engine in NO_SYNC:  # several micro-batches add up in fp32
+                return receives + (4 * self.trained if self.summed > w else 0)
+            in_flight = 0 if loss else 2 if moment == BUCKETS else 1
             return receives + w * min(self.trained, in_flight * self.bucket)
         receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last", True)) / self.ranks
         if loss or head:
             ends = self._unit("root", True) or self._unit("last", True)
             return receives + w * (self._kept + (0 if loss else ends))
+        if moment == EMBEDDING:
+            embedding = self._unit("root") + self._unit("last") * (not self.shape.tied)
+            return receives + w * (embedding + block + unit + self._unit("last", True))
         before = self._unit("block", False, max(0, number - 1)) if number else block  # gathered next
         codes = 0
         if way.engine == "zeropp":
@@ -327,12 +338,16 @@ class Rank:
         logits = shape.vocabulary * tokens / t * (not self.job.fused_loss)
         if moment == LOSS:
             return ends + LOGIT * logits
+        embedding = w * shape.vocabulary * shape.width / t * (shape.trained_root != 0)  # a gradient of it
         if moment == HEAD:
-            return ends + w * (logits + shape.vocabulary * shape.width / t)
+            return ends + w * logits + embedding
+        if moment == EMBEDDING:
+            return inputs + (3 if shape.tied else 1) * embedding
         if moment == BUCKETS:  # what backward has gone through, when the first is full, is freed
             kept *= 1 - self.bucket / self.trained
         again = inside - inputs if self.job.checkpoints else 0
-        return kept + again + inputs + w * (shape.working * tokens + shape.weights) / t
+        waits = embedding if shape.tied else 0  # the head's, for the embedding's
+        return kept + again + inputs + waits + w * (shape.working * tokens + shape.weights) / t
 
     @property
     def offloaded(self):
@@ -396,6 +411,10 @@ class Rank:
             disk += 2 * (4 + self.job.moments) * shard
         return bus, disk
 
+    def computing(self):
+        """Seconds that a step computes; a pipeline waits for its first micro-batch to arrive at the last stage."""
+        return (self.job.accumulate + self.job.pipeline - 1) * self.compute_seconds()
+
     def compute_seconds(self):
         """Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints.
 
@@ -404,6 +423,9 @@ class Rank:
         shape, rate = self.shape, self.gpu.flops[self.width] * self.gpu.fraction
         if shape.measured:
             return self._measured.flops / rate
-        each = (shape.active or shape.parameters) + shape.layers * shape.width * self.sequence
-        passes = (8 if self.job.checkpoints else 6) - 2 * (1 - self.trained / self.psi)  # no gradient of what is frozen
-        return passes * each * self.job.batch * self.sequence / (self.tensor * self.job.pipeline) / rate
+        passes = 8 if self.job.checkpoints else 6
+        of_matrices = passes - 2 * (1 - self.trained / self.psi)  # no gradient of what is frozen
+        each = (
+            of_matrices * (shape.active or shape.parameters) + passes * shape.layers * shape.attention * self.sequence
+        )
+        return each * self.job.batch * self.sequence / (self.tensor * self.job.pipeline) / rate

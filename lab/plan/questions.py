@@ -26,7 +26,7 @@ def answered(question):
     if lowest:
         answer = f"{lowest['way']}: {show_bytes(round(lowest['device']))} of {show_bytes(results['budget_bytes'])}"
     figures = {re.sub(r"\W+", "_", row["way"]).strip("_"): figures_of(row) for row in results["rows"]}
-    figures["computes"] = _seconds(results["accumulate"] * results["compute_seconds"])
+    figures["computes"] = _seconds(results["computing_seconds"])
     for name in ("parameters", "active"):
         figures[name] = f"{(results['model'][name] or results['model']['parameters']) / 1e9:.3g} B"
     why = question["why"].format(**figures)
@@ -42,6 +42,7 @@ def figures_of(row):
         **{name: show_bytes(round(size)) for name, size in sizes.items()},
         **{name: _seconds(size) for name, size in seconds.items()},
         days=row["days"] and f"{row['days']:.0f}",
+        batch=row["largest_batch"],
     )
 
 

@@ -46,6 +46,10 @@ KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
 }
 
 
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gpt2")
+SHARED = {"n_routed_experts", "shared_expert_intermediate_size", "kv_lora_rank"}  # of models that are others
+
+
 def size_of(text):
     """Bytes, of "40GB"; parameters, of "70e9" or "70B"; else an InputError."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBGT]?)B?", text.strip(), re.IGNORECASE)
@@ -62,7 +66,8 @@ def of_size(text):
     """A GPT of so many parameters, ASPECT times as wide as it is deep."""
     parameters = size_of(text)
     layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
-    width = max(1, round((parameters / (12 * layers)) ** 0.5))
+    rest = VOCABULARY / (24 * layers)  # 12 layers width² and an embedding are all of them
+    width = max(1, round((rest**2 + parameters / (12 * layers)) ** 0.5 - rest))
     return of_gpt(f"a GPT of {text}", parameters, layers, width)
 
 
@@ -72,7 +77,7 @@ def of_gpt(name, parameters, layers, width, vocabulary=VOCABULARY, sequence=SEQU
     A block keeps 16 numbers for each of its width: the inputs of two norms and what these make, query, key, value,
     attention's output, and both sides of the GELU.
     """
-    root = min(vocabulary * width, parameters / 2)  # of a tiny one half is left to its blocks
+    root = min(vocabulary * width, parameters)
     return Shape(
         name,
         parameters,
@@ -80,6 +85,8 @@ def of_gpt(name, parameters, layers, width, vocabulary=VOCABULARY, sequence=SEQU
         block=(parameters - root) / layers,
         root=root,
         largest=root,
+        tied=True,
+        attention=width,
         width=width,
         vocabulary=vocabulary,
         sequence=sequence,
@@ -101,10 +108,15 @@ def transformer(
         head: features of a head. experts, active: in a block, and of them for a token; 0 is one feed-forward layer.
         others: tied, whether the head is the embedding (False); sequence, the usual length of a sample (SEQUENCE).
     """
-    if min(layers, hidden, vocabulary, heads) < 1 or (experts and not 1 <= active <= experts):
-        raise InputError(f"{name}: layers, widths, heads and vocabulary are 1 or more, active experts at most experts")
+    kv_heads = kv_heads or heads
+    if (hidden % heads and not head) or heads % kv_heads:
+        raise InputError(
+            f"{name}: {heads} heads do not divide {hidden}, or {kv_heads} heads of keys do not divide them"
+        )
+    if active > max(1, experts):
+        raise InputError(f"{name}: {active} active of {experts} experts; a token meets {experts} at most")
     ffn, head = ffn or 8 * hidden // 3, head or hidden // heads
-    queries, values = heads * head, (kv_heads or heads) * head
+    queries, values = heads * head, kv_heads * head
     attention, expert = 2 * hidden * (queries + values), 3 * hidden * ffn
     block = attention + max(1, experts) * expert + experts * hidden + 2 * hidden
     embedding, tied = vocabulary * hidden, others.get("tied")
@@ -117,7 +129,9 @@ def transformer(
         root=embedding if tied else hidden,
         last=0 if tied else embedding,
         largest=embedding,
-        active=layers * (attention + active * expert) + embedding if experts else None,
+        active=layers * (attention + (active if experts else 1) * expert) + embedding,
+        tied=bool(tied),
+        attention=queries,
         width=hidden,
         vocabulary=vocabulary,
         sequence=others.get("sequence") or SEQUENCE,
@@ -132,7 +146,7 @@ def transformer(
 def with_adapters(shape, rank):
     """A frozen model of this shape; trained are adapters of a low rank beside each matrix of a block (LoRA)."""
     if not shape.sides:
-        raise InputError(f"--lora: {shape.name} is not of a known shape; build the adapters into the model")
+        raise InputError(f"--lora: the shape of {shape.name} is not known; build the adapters into the model")
     added = rank * shape.sides
     frozen = {"trained_root": 0, "trained_last": 0, "largest": 0, "weights": added}
     trained = {"trained": shape.layers * added, "trained_block": added, **frozen}
@@ -144,18 +158,22 @@ def of_config(path):
     """The shape in a Hugging Face config.json, read as JSON: of a Llama, Qwen or Mixtral; or of a GPT-2."""
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        name = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: {error}; give a Hugging Face config.json") from error
-    found = {
-        key: next((config[name] for name in names if config.get(name) is not None), None) for key, names in KEYS.items()
-    }
-    if missing := [KEYS[key][0] for key in ("layers", "hidden", "heads", "vocabulary") if found[key] is None]:
+    if name not in KINDS or SHARED & config.keys():
         raise InputError(
-            f"{path} has no {', '.join(missing)}; give the shape by --layers, --hidden, --heads and --vocab"
+            f"{path}: {name} is not known; known are {', '.join(KINDS)}, without experts that all tokens share"
         )
-    found = {key: value for key, value in found.items() if value is not None}
+    found = {}
+    for key, names in KEYS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None and not (isinstance(value, (int, bool)) and value >= (key != "tied")):
+            raise InputError(f"{path}: {names[0]} is {value!r}; give a whole number")
+        found |= {} if value is None else {key: value}
+    if missing := [KEYS[key][0] for key in ("layers", "hidden", "heads", "vocabulary") if key not in found]:
+        raise InputError(f"{path} has no {', '.join(missing)}")
     found["sequence"] = min(found.get("sequence", SEQUENCE), 8192)  # what is trained, not the most that it takes
-    name = config.get("model_type", Path(path).stem)
     if name == "gpt2":
         layers, width, vocabulary = found["layers"], found["hidden"], found["vocabulary"]
         parameters = 12 * layers * width**2 + (vocabulary + found["sequence"]) * width
@@ -204,6 +222,9 @@ def of_model(name):
         cut=5 * width + 4 * ffn if gated else 4 * width + 2 * ffn,  # keys and values are spread over all heads
         working=2 * ffn if gated else ffn / max(1, experts / 2),
         weights=width**2 if gated else width * (width + ffn),
+        tied=model.head.weight is model.wte.weight,
+        attention=width,
+        sides=sum(sum(p.shape) for p in model.blocks[0].parameters() if p.ndim == 2),
     )
 
 
