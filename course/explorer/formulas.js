@@ -121,8 +121,8 @@ class Rank {
       "offload.nvme": [w / n, g / n, m / n],
     }[way.engine];
     const tiers = tiersOf(way);
-    const beside = g + (g > w ? w : 0); // on host or disk a 16-bit mean stays beside the sum
-    if (tiers.gradients !== "device") held[1] = beside / n;
+    const beside = g + (g > w ? w : 0); // in tiers a 16-bit mean stays beside the sum
+    if (way.own.tiers) held[1] = beside / n;
     if (w === 4 && tiers.parameters !== tiers.optimizer) held[2] += 4 / n;
     const on = (tier) => STATES.map((state, number) => (tiers[state] === tier ? held[number] * psi : 0));
     const [parameters, gradients, optimizer] = on("device");

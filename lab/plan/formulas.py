@@ -188,7 +188,7 @@ class Rank:
 
     @property
     def beside(self):
-        """The same of a shard on host or disk, where a 16-bit mean stays beside the sum."""
+        """The same of a shard in tiers, where a 16-bit mean stays beside the sum."""
         return self.summed + (self.width if self.summed > self.width else 0)
 
     @property
@@ -271,7 +271,7 @@ class Rank:
             masters = 4 + self.job.moments  # of their own, in fp32 too
             return held, (self.beside + masters) / n * self.trained, 0
         tiers = way.tiers or dict.fromkeys(STATES, "device")
-        if tiers["gradients"] != "device":
+        if way.tiers:
             held["gradients"] = self.beside / n * self.trained
         if w == 4 and tiers["parameters"] != tiers["optimizer"]:
             held["optimizer"] += 4 / n * self.trained
@@ -401,9 +401,7 @@ class Rank:
         gathers = w * k * (2 * self.psi / self.ranks - kept)
         bus = gathers * (parameters != "device") + k * w * shard * (gradients != "device")
         on_device = optimizer == "device"  # and so the step
-        bus += sum(
-            nbytes * shard for tier, nbytes in ((gradients, g), (parameters, w)) if (tier == "device") != on_device
-        )
+        bus += sum(size * shard for tier, size in ((gradients, g), (parameters, w)) if (tier == "device") != on_device)
         disk = (gathers + w * shard) * (parameters == "nvme")
         if gradients == "nvme":  # each micro-batch writes, the next and the step read; sums are in fp32
             disk += 2 * (w + 4 * (k - 1)) * shard
