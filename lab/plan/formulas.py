@@ -306,10 +306,13 @@ class Rank:
         if moment == EMBEDDING:
             embedding = self._unit("root") + self._unit("last") * (not self.shape.tied)
             return receives + w * (embedding + block + unit + self._unit("last", True))
-        before = self._unit("block", False, max(0, number - 1)) if number else block  # gathered next
+        before, after = block, self._unit("block", True)  # what is gathered next, and reduced, if there is one
+        if number is not None:
+            before = self._unit("block", False, number - 1) if number else 0
+            after = self._unit("block", True, number + 1) if number + 1 < len(self.shape.blocks) else 0
         codes = 0
         if way.engine == "zeropp":
-            codes = self._codes_in_flight(way, block, self._unit("block", True, number))
+            codes = self._codes_in_flight(way, block, after)
         return receives + w * (self._unit("root") + block + before + unit) + codes
 
     def _codes_in_flight(self, way, block, trained):

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import models
@@ -22,11 +21,11 @@ from common.models.gpt import GPT
 from common.models.llama import Llama
 from common.models.lora import LoRAGPT
 from common.models.moe import MoEGPT
-from common.tensors import fake_tensors, map_tensors, tensors_in
+from common.tensors import map_tensors, tensors_in
 from lab.plan.formulas import Measured, Shape
 from lab.simulate.clock import flops_of
 from lab.simulate.moments import Storages
-from lab.simulate.world import Foreign, Kernels, batch_of, loss_of, model_of, tokens_of
+from lab.simulate.world import Foreign, Kernels, batch_of, loss_of, model_of, simulated_world, tokens_of
 
 ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
 SEQUENCE, VOCABULARY = 2048, 50257
@@ -188,8 +187,9 @@ def of_model(name):
     model = model_of(name)
     units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, _Run)
     counts = {unit.name: SimpleNamespace(all=_count(unit.buckets), trained=_count(unit.trainable)) for unit in units}
-    blocks = [counts[unit] for unit in counts if re.search(r"\.\d+$", unit)] or list(counts.values())
-    others = [counts[unit] for unit in counts if unit and counts[unit] not in blocks]
+    names = tuple(unit for unit in counts if re.search(r"\.\d+$", unit)) or tuple(counts)
+    blocks = [counts[unit] for unit in names]
+    others = [counts[unit] for unit in counts if unit and unit not in names]
     block, root = max(blocks, key=lambda unit: unit.all), counts.get("", SimpleNamespace(all=0, trained=0))
     shape = {
         "parameters": models.count(model),
@@ -206,7 +206,7 @@ def of_model(name):
     if not isinstance(model, (GPT, Llama)) or isinstance(model, LoRAGPT):
         length = None if isinstance(model, Foreign) else tokens_of(model)
         own = tuple((unit.all, unit.trained) for unit in blocks)
-        return Shape(str(name), **shape, sequence=length, measured=functools.partial(measure, name), blocks=own)
+        return Shape(str(name), **shape, sequence=length, measured=functools.partial(measure, name, names), blocks=own)
     vocabulary, width = model.wte.weight.shape
     inside, gated = model.blocks[0].mlp, isinstance(model, Llama)
     experts = len(inside.experts) if isinstance(model, MoEGPT) else 0
@@ -243,10 +243,13 @@ def _count(runs):
 
 
 @functools.cache
-def measure(name, batch, sequence, width, checkpoints):
+def measure(name, blocks, batch, sequence, width, checkpoints):
     """Run a model forward and backward, without an engine, on tensors without values: a `Measured`.
 
-    A gradient is dropped when it is complete, as engines move it to a bucket.
+    A gradient is dropped when it is complete, as engines move it to a bucket. `blocks` are names of modules.
+
+    Raises:
+        InputError: the model reads values, or is compiled.
     """
     model = model_of(name)
     dtype = torch.bfloat16 if width == 2 else torch.float32
@@ -254,10 +257,7 @@ def measure(name, batch, sequence, width, checkpoints):
         model.checkpoint_activations = models.KINDS[0]
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
-    blocks = max(
-        ([*of] for of in model.modules() if isinstance(of, (nn.ModuleList, nn.Sequential))), key=len, default=[]
-    )
-    with fake_tensors(allow_non_fake_inputs=True), Kernels("nccl"):
+    with simulated_world(1), Kernels("nccl"):
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, lambda name, tensor: None, "cpu")
         length = sequence if isinstance(model, Foreign) or getattr(model, "predicts_text", False) else None
@@ -268,11 +268,12 @@ def measure(name, batch, sequence, width, checkpoints):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        for number, block in enumerate(blocks):
-            block.register_forward_hook(functools.partial(live.mark, number), always_call=True)  # see `watch`
+        for block in blocks:
+            hook = functools.partial(live.mark, block)
+            model.get_submodule(block).register_forward_hook(hook, always_call=True)  # see `watch`
         with live:
             (loss_of if isinstance(model, Foreign) else models.loss)(model(inputs), targets).backward()
-    return Measured(live.peaks[None], [live.peaks[number] for number in range(len(blocks))], live.flops)
+    return Measured(live.peaks[None], [live.peaks[block] for block in blocks], live.flops)
 
 
 def _drop_gradient(parameter):
@@ -294,11 +295,11 @@ class _Live(TorchDispatchMode):
         self.peaks[self._now] = max(self.peaks[self._now], self._storages.touch(given))
         return result
 
-    def mark(self, number, module, args, output):
+    def mark(self, block, module, args, output):
         """A forward hook of a block: note when its backward begins."""
 
         def begin(gradient):
-            self._now = number
+            self._now = block
             self._storages.look()
 
         self._storages.look()

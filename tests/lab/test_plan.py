@@ -7,6 +7,7 @@ import pytest
 
 from common import models
 from common.engines import find_engine
+from common.errors import InputError
 from common.loop import train_step
 from lab.plan import __main__ as plan
 from lab.plan import scaling, shapes
@@ -84,6 +85,21 @@ def test_a_peak_is_within_a_tenth_of_the_simulated_one(model, way, width, checkp
     row = Rank(shapes.of_model(model), H100, job).row(way)
     simulated = counted(way, model, job, min(8, job.world_size))["peak_bytes"]
     assert row["device"] == pytest.approx(simulated, rel=0.1), row["moment"]
+
+
+@pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
+@pytest.mark.one_in(4)
+def test_a_model_of_ones_own_is_planned_by_a_run_without_values(way, model):
+    name, job = f"test_simulate:{model}", Job(2, sequence=64, batch=4)
+    setting = Setting(find_engine(way.engine), name, 2, precision="bf16", batch=4, sequence=64, own=dict(way.own))
+    row = Rank(shapes.of_model(name), H100, job).row(way)
+    assert row["device"] == pytest.approx(simulate(setting, train_step)["peak_bytes"], rel=0.1)
+
+
+def test_a_model_that_reads_values_is_refused_with_its_line():
+    with pytest.raises(InputError, match=r"test_simulate\.py:\d+ in forward reads a tensor's values"):
+        Rank(shapes.of_model("test_simulate:make_reads"), H100, Job(1, sequence=8)).row(WAYS[0])
 
 
 # ---- by hand, from what the papers say ------------------------------------------------------------------------------
