@@ -16,7 +16,6 @@ EMBEDDING = "the embedding's gradient"
 MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, EMBEDDING)  # of a step, at which memory peaks
 STATES = ("parameters", "gradients", "optimizer")
 OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
-WITH_BUCKETS = ("stage2_grad", "offload")
 IN_UNITS = ("stage3_param", "zeropp", "offload.nvme")
 NO_SYNC = ("stage0_ddp", "stage1_os")  # add up gradients of all micro-batches before they reduce
 
@@ -40,7 +39,7 @@ class Shape:
     trained_block: float | None = None
     trained_root: float | None = None
     trained_last: float | None = None
-    active: float | None = None  # parameters that a token meets, of a mixture of experts; None is all
+    active: float | None = None  # parameters that a token is multiplied with; None is all
     tied: bool = False  # the head is the embedding
     attention: float = 0  # width of all heads of a block
     width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
@@ -57,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Activations of a model in one step without an engine, and its operations: see `lab.plan.shapes.measure`."""
+    """Activations of a model in one step without an engine, and its operations: see `lab.plan.measured`."""
 
     ends: float  # bytes until the first block's backward begins
     blocks: list  # and from each block's on, until the next begins

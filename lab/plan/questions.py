@@ -36,7 +36,7 @@ def answered(question):
 def figures_of(row):
     """What `why` may name of a row."""
     sizes = {"flight": row["transient"], "states": sum(row["states"].values()), "moved": row["disk_moved"]}
-    sizes |= {name: row[name] for name in ("activations", "device", "host", "sent")}
+    sizes |= {name: row[name] for name in ("activations", "device", "host")}
     seconds = {"step": row["step_seconds"], "collectives": row["seconds"]["collectives"]}
     return SimpleNamespace(
         **{name: show_bytes(round(size)) for name, size in sizes.items()},

@@ -5,27 +5,20 @@ import json
 import math
 import re
 import tomllib
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from common import models
 from common.engine.units import make_units
 from common.errors import InputError
-from common.measure.memory import storage_id
 from common.models.gpt import GPT
 from common.models.llama import Llama
 from common.models.lora import LoRAGPT
 from common.models.moe import MoEGPT
-from common.tensors import map_tensors, tensors_in
-from lab.plan.formulas import Measured, Shape
-from lab.simulate.clock import flops_of
-from lab.simulate.moments import Storages
-from lab.simulate.world import Foreign, Kernels, batch_of, loss_of, model_of, simulated_world, tokens_of
+from lab.plan.formulas import Shape
+from lab.plan.measured import measure
+from lab.simulate.own import Foreign, model_of, tokens_of
 
 ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
 SEQUENCE, VOCABULARY = 2048, 50257
@@ -43,9 +36,7 @@ KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
     "active": ("num_experts_per_tok",),
     "tied": ("tie_word_embeddings",),
 }
-
-
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gpt2")
+CONFIGS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gpt2")
 SHARED = {"n_routed_experts", "shared_expert_intermediate_size", "kv_lora_rank"}  # of models that are others
 
 
@@ -160,9 +151,9 @@ def of_config(path):
         name = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: {error}; give a Hugging Face config.json") from error
-    if name not in KINDS or SHARED & config.keys():
+    if name not in CONFIGS or SHARED & config.keys():
         raise InputError(
-            f"{path}: {name} is not known; known are {', '.join(KINDS)}, without experts that all tokens share"
+            f"{path}: {name} is not known; known are {', '.join(CONFIGS)}, without experts that all tokens share"
         )
     found = {}
     for key, names in KEYS.items():
@@ -237,72 +228,3 @@ class _Run:
 
 def _count(runs):
     return sum(run.numel for run in runs)
-
-
-# ---- measured ---------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def measure(name, blocks, batch, sequence, width, checkpoints):
-    """Run a model forward and backward, without an engine, on tensors without values: a `Measured`.
-
-    A gradient is dropped when it is complete, as engines move it to a bucket. `blocks` are names of modules.
-
-    Raises:
-        InputError: the model reads values, or is compiled.
-    """
-    model = model_of(name)
-    dtype = torch.bfloat16 if width == 2 else torch.float32
-    if checkpoints and hasattr(model, "checkpoint_activations"):
-        model.checkpoint_activations = models.KINDS[0]
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
-    with simulated_world(1), Kernels("nccl"):
-        if any(tensor.is_meta for tensor in model.parameters()):
-            models.materialize(model, lambda name, tensor: None, "cpu")
-        length = sequence if isinstance(model, Foreign) or getattr(model, "predicts_text", False) else None
-        inputs, targets = map_tensors(
-            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch_of(model, batch, length)
-        )
-        live = _Live([*model.parameters(), *model.buffers()])
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        for block in blocks:
-            hook = functools.partial(live.mark, block)
-            model.get_submodule(block).register_forward_hook(hook, always_call=True)  # see `watch`
-        with live:
-            (loss_of if isinstance(model, Foreign) else models.loss)(model(inputs), targets).backward()
-    return Measured(live.peaks[None], [live.peaks[block] for block in blocks], live.flops)
-
-
-def _drop_gradient(parameter):
-    parameter.grad = None
-
-
-class _Live(TorchDispatchMode):
-    """Operations, and the most bytes of activations, {the block whose backward began last, or None: bytes}."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.peaks, self.flops, self._now = Counter(), 0, None
-        self._storages, self._known = Storages(), set(map(storage_id, known))
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.flops += flops_of(function, args, kwargs or {}, result)
-        given = [tensor for tensor in tensors_in([args, kwargs or {}, result]) if storage_id(tensor) not in self._known]
-        self.peaks[self._now] = max(self.peaks[self._now], self._storages.touch(given))
-        return result
-
-    def mark(self, block, module, args, output):
-        """A forward hook of a block: note when its backward begins."""
-
-        def begin(gradient):
-            self._now = block
-            self._storages.look()
-
-        self._storages.look()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(begin)

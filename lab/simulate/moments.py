@@ -1,6 +1,6 @@
 """Memory over a simulated step, and its worst moment: when, in which part of the model, and what is resident then."""
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,44 +10,6 @@ from common.measure.timeline import parts, watch
 from common.tensors import tensors_in
 
 LARGEST = 5  # kinds of activations that a moment names
-RECENT = 40  # operations, after which a storage that none of them touched is not expected to go
-
-
-class Storages:
-    """The live storages among those that operations touched, and their bytes.
-
-    To ask all of them after each operation whether they are gone would take a time that grows with the square of their
-    number. A storage goes soon after its last use, so only those are asked that the RECENT operations touched.
-    """
-
-    def __init__(self):
-        self.nbytes, self._held, self._recent = 0, {}, deque(maxlen=RECENT)
-
-    def touch(self, tensors):
-        """Note what an operation takes and gives. Returns the bytes that are live now."""
-        touched = [storage_id(tensor) for tensor in tensors]
-        for key, tensor in zip(touched, tensors, strict=True):
-            if key not in self._held or self._drop_if_gone(key):
-                storage = tensor.untyped_storage()
-                self._held[key] = StorageWeakRef(storage), storage.nbytes()
-                self.nbytes += storage.nbytes()
-        self._recent.append(touched)
-        for key in {key for keys in self._recent for key in keys if key in self._held}:
-            self._drop_if_gone(key)
-        return self.nbytes
-
-    def look(self):
-        """Ask all of them."""
-        for key in list(self._held):
-            self._drop_if_gone(key)
-
-    def _drop_if_gone(self, key):
-        reference, nbytes = self._held[key]
-        if reference.expired():
-            del self._held[key]
-            self.nbytes -= nbytes
-            return True
-        return False
 
 
 @dataclass
