@@ -75,7 +75,8 @@ class Rank {
     this.perNode = Math.min(this.ranks, Math.max(1, Math.floor(used / degree)));
     this.rings = Math.max(1, Math.floor(used / this.perNode));
     this.gpu = sharedBy(machine, used);
-    Object.assign(this, { shape, job, tensor, width: job.width, sequence: job.seq });
+    const split = job.sequence_parallel ? tensor : 1; // ranks that share what tensor parallelism leaves whole
+    Object.assign(this, { shape, job, tensor, split, width: job.width, sequence: job.seq });
     this.psi = shape.parameters / degree;
     this.master = 8 + (this.width === 2 ? 4 : 0); // Adam's two moments; in 16-bit an fp32 weight too
     this.summed = job.accumulate > 1 ? 4 : this.width; // sums over micro-batches are in fp32
@@ -150,26 +151,35 @@ class Rank {
     const receives = onDevice ? (4 * Math.max(unit, last)) / n : 0;
     if (moment === LOSS || moment === HEAD) return receives + w * (this.kept + (moment === LOSS ? 0 : root || last));
     if (moment === EMBEDDING) return receives + w * (root + (this.shape.tied ? 0 : last) + block + unit + last);
-    const codes = way.engine === "zeropp" ? this.codesInFlight(way) * block : 0;
+    const codes = way.engine === "zeropp" ? this.codesInFlight(way, block) : 0;
     return receives + w * (root + 2 * block + unit) + codes;
   }
 
-  // For each parameter of a block, bytes that ZeRO++ sends and receives: codes of the next block, and of a gradient.
-  codesInFlight(way) {
+  // Bytes that ZeRO++ sends and receives: codes of the next block, and of the gradient of the one before, which has then
+  // freed what it kept.
+  codesInFlight(way, block) {
     const { int8, second, int4 } = this.switches(way);
     const [code, n, p] = [0.5 + PLAN.scale, this.ranks, this.perNode];
     const gathered = int8 && !second ? (1 + PLAN.scale) * (1 + 1 / n) : 0;
-    return gathered + (int4 ? 2 * code + 4 / n + (n > p ? (2 * code) / p + 4 / p : 0) : 0);
+    const reduced = int4 ? 2 * code + 4 / n + (n > p ? (2 * code) / p + 4 / p : 0) : 0;
+    return gathered * block + Math.max(0, reduced * block - this.layer()[2]);
+  }
+
+  // Bytes of a layer's activations: of its inputs, of all that it computes, and what it keeps for backward.
+  layer() {
+    const { width: w, shape, job, split } = this;
+    const tokens = job.batch * this.sequence;
+    const inputs = ((w * shape.width) / split) * tokens;
+    const inside = w * (shape.whole / split + shape.cut / this.tensor) * tokens;
+    return [inputs, inside, job.offload_activations ? 0 : job.checkpoints ? inputs : inside];
   }
 
   // Bytes of activations at a moment, and of gradients that are in no bucket yet.
   activations(moment) {
     const { width: w, tensor: t, shape, job } = this;
     const tokens = job.batch * this.sequence;
-    const split = job.sequence_parallel ? t : 1;
-    const inputs = ((w * shape.width) / split) * tokens;
-    const inside = w * (shape.whole / split + shape.cut / t) * tokens;
-    let kept = job.offload_activations ? 0 : shape.layers * (job.checkpoints ? inputs : inside);
+    let [inputs, inside, kept] = this.layer();
+    kept *= shape.layers;
     const ends = kept / job.pipeline + 2 * inputs;
     const logits = job.fused_loss ? 0 : (shape.vocabulary * tokens) / t;
     if (moment === LOSS) return ends + PLAN.logit * logits;
@@ -184,9 +194,7 @@ class Rank {
 
   // Bytes that checkpoints keep on the host.
   offloaded() {
-    const { width: w, tensor, shape, job } = this;
-    if (!job.offload_activations) return 0;
-    return ((shape.layers * w * shape.width) / (job.sequence_parallel ? tensor : 1)) * job.batch * this.sequence;
+    return this.job.offload_activations ? this.shape.layers * this.layer()[0] : 0;
   }
 
   // Bytes that a rank sends in a step, and that its data-parallel group sends out of its node.

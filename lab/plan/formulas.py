@@ -135,6 +135,7 @@ class Rank:
         self.per_node = min(self.ranks, max(1, used // degree))
         self.rings, self.gpu = max(1, used // self.per_node), machine.shared_by(used)
         self.width, self.tensor = job.width, job.tensor
+        self.split = job.tensor if job.sequence_parallel else 1  # ranks that share what tensor parallelism leaves whole
         self.sequence = job.sequence or shape.sequence
         if self.sequence is None:
             raise InputError(f"{shape.name} has no length of its own; give --seq")
@@ -311,17 +312,26 @@ class Rank:
             after = self._unit("block", True, number + 1) if number + 1 < len(self.shape.blocks) else 0
         codes = 0
         if way.engine == "zeropp":
-            codes = self._codes_in_flight(way, block, after)
+            codes = self._codes_in_flight(way, block, after, self._layer()[-1] if number is None else 0)
         return receives + w * (self._unit("root") + block + before + unit) + codes
 
-    def _codes_in_flight(self, way, block, trained):
-        """Bytes of what ZeRO++ sends and receives: codes of the next block, and of the gradient of the one before."""
+    def _codes_in_flight(self, way, block, trained, freed):
+        """Bytes of what ZeRO++ sends and receives: codes of the next block, and of the gradient of the one before.
+
+        No gradient is on its way in the last block's backward, and that one has `freed` bytes when it ends.
+        """
         int8, second, int4 = self._switches(way)
         code, n, p = 0.5 + SCALE, self.ranks, self.per_node
         codes = (1 + SCALE) * (1 + 1 / n) * block if int8 and not second else 0
         if int4:  # and sums in fp32: of the node, and of all
-            codes += (2 * code + 4 / n + (2 * code / p + 4 / p if n > p else 0)) * trained
+            codes += max(0, (2 * code + 4 / n + (2 * code / p + 4 / p if n > p else 0)) * trained - freed)
         return codes
+
+    def _layer(self):
+        """Bytes of a layer's activations: of its inputs, of all that it computes, and what it keeps for backward."""
+        shape, w, tokens, split = self.shape, self.width, self.job.batch * self.sequence, self.split
+        inputs, inside = w * shape.width / split * tokens, w * (shape.whole / split + shape.cut / self.tensor) * tokens
+        return inputs, inside, (inputs if self.job.checkpoints else inside) * (not self.job.offload_activations)
 
     def activations(self, moment, number=None):
         """Bytes of activations at a moment, and of gradients that are in no bucket yet.
@@ -332,10 +342,9 @@ class Rank:
         shape, w, t = self.shape, self.width, self.tensor
         if shape.measured:
             return self._measured.ends if number is None else self._measured.blocks[number]
-        tokens, split = self.job.batch * self.sequence, t if self.job.sequence_parallel else 1
-        inputs = w * shape.width / split * tokens
-        inside = w * (shape.whole / split + shape.cut / t) * tokens
-        kept = shape.layers * (inputs if self.job.checkpoints else inside) * (not self.job.offload_activations)
+        tokens = self.job.batch * self.sequence
+        inputs, inside, kept = self._layer()
+        kept *= shape.layers
         ends = kept / self.job.pipeline + 2 * inputs
         logits = shape.vocabulary * tokens / t * (not self.job.fused_loss)
         if moment == LOSS:
@@ -356,8 +365,7 @@ class Rank:
         """Bytes that checkpoints keep on the host."""
         if not self.job.offload_activations:
             return 0
-        split = self.tensor if self.job.sequence_parallel else 1
-        return self.shape.layers * self.width * self.shape.width / split * self.job.batch * self.sequence
+        return self.shape.layers * self._layer()[0]
 
     @cached_property
     def _measured(self):
