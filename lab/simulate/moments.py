@@ -102,8 +102,9 @@ class Moments(Timeline):
             self.worst.resident, self.worst.activations = resident, self._largest()
 
     def floor(self):
-        """The worst that was seen, if the optimizer had had its states from the beginning."""
-        held = [sum(now.values()) - now.get(HOST, 0) - now["optimizer"] for _, now in self.samples]
+        """The worst that was seen before the step, in which the optimizer makes its states, if it had had them."""
+        samples = [now for phase, now in self.samples if phase != "step"]
+        held = [sum(now.values()) - now.get(HOST, 0) - now["optimizer"] for now in samples]
         return max(held) + resident(self.engine, set())["optimizer"]
 
     def _largest(self):
