@@ -21,6 +21,7 @@ from common.engine.guards import check_hooks
 from common.engine.validation import check_numbers
 from common.engines import find_engine
 from common.errors import InputError
+from common.ranks.lanes import backend_of, device_of
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
 
@@ -54,8 +55,8 @@ def init_distributed(dist_backend=None, timeout=None):
 
 
 def take_from_rank_0(model):
-    """Move a model to this rank's device, and give it rank 0's values."""
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    """Move a model to the device of the default group, and give it rank 0's values."""
+    model.to(device_of(backend_of(None)))
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)

@@ -33,7 +33,8 @@ def quantize(values, bits):
     second is round(-29 / 16) = -2, and the first -29 - 16 * -2 = 3.
     """
     blocks, largest = values.float().unflatten(-1, (-1, BLOCK)), {8: 127, 4: 7}[bits]
-    scales = (blocks.abs().amax(dim=-1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    # Divided by a tensor: CUDA turns division by a number into a product, which rounds otherwise.
+    scales = (blocks.abs().amax(dim=-1) / blocks.new_full((), largest)).clamp(min=torch.finfo(torch.float32).tiny)
     codes = (blocks / scales[..., None]).round()
     codes = codes if bits == 8 else codes[..., : BLOCK // 2] + 16 * codes[..., BLOCK // 2 :]
     return torch.cat([scales.view(torch.uint8), codes.to(torch.int8).view(torch.uint8).flatten(-2)], dim=-1)

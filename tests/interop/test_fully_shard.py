@@ -191,7 +191,7 @@ def test_what_would_train_otherwise_is_refused_in_one_line_by_the_engine(world):
     optimizer.zero_grad()
     model.set_requires_gradient_sync(True)
     model(x).sum().backward()
-    weight.grad = torch.ones(16, 8)
+    weight.grad = torch.ones(16, 8, device=world.device)
     refused("None or replaced: drop all of them", optimizer.step)
     optimizer.zero_grad()
     refused("'first.weight' got a gradient outside of the model's forward", (model(x).sum() + weight.sum()).backward)
@@ -227,14 +227,14 @@ def test_a_gan_ends_as_under_ddp_whether_its_optimizers_or_models_drop_gradients
     told = []
     for how in ("DDP", "optimizer", "model"):
         torch.manual_seed(0)
-        models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+        models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(world.device) for _ in range(2)]
         models = [nn.parallel.DistributedDataParallel(m) if how == "DDP" else fully_shard(m) for m in models]
         critic, maker = models
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         drops = models if how == "model" else optimizers
         for step in range(4):
             torch.manual_seed(10 * step + world.rank)
-            real, noise = torch.randn(4, 8), torch.randn(4, 8)
+            real, noise = torch.randn(2, 4, 8).to(world.device)
             drops[0].zero_grad()
             judged = (critic(torch.cat([maker(noise).detach(), -real]))).square().mean()
             judged.backward()
