@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from common import models
 from common.engines import ENGINES, STAGES, find_engine
@@ -30,6 +31,8 @@ from common.measure.memory import Timeline
 from common.measure.tables import Table
 from common.outputs import ROOT, check_output, one_line_errors, parser_of, write_text
 from common.ranks.world import LocalWorld, RankFailed
+from lab.simulate.hardware import PRESETS
+from lab.simulate.world import Setting, simulate
 
 MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second is large enough for its tensors to outweigh the libraries
 LAST = 3000  # characters of a command's output in the report
@@ -38,6 +41,8 @@ WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
 WATCHED |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000"}  # after a time-out NCCL's watchdog waits four times as long
 SOON = 70  # seconds in which all ranks must end after one has
 plain = {}  # way -> {engine: digest} of one rank, without anything that helps
+SIMULATED = [(model, None, name) for model in ("gpt-124m", "gpt2-1.5b") for name in ("stage0_ddp", "stage3_param")]
+SIMULATED += [("gpt2-1.5b", "non-reentrant", "stage3_param")]  # model, activation checkpoints, engine
 WAYS = {"fp32": [], "bf16": ["--precision", "bf16"], "fp16": ["--precision", "fp16"], "clipped": ["--clip-norm", "1"]}
 
 
@@ -153,12 +158,12 @@ def in_a_world(function):
         return world.run(function, timeout=600)[0]
 
 
-def made(name, model=MODEL):
+def made(name, model=MODEL, batch=4, checkpoints=None, init=None, **options):
     """An engine over a model, and a micro-batch."""
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    module = models.build(model)
-    engine = find_engine(name)(module, adamw, init=models.initial_values(0))
-    windows = torch.randint(256, (4, module.window), dtype=torch.uint8, device=engine.comm.device)
+    module = models.build(model, checkpoint_activations=checkpoints, known=models.SIZES | models.LANDMARKS)
+    engine = find_engine(name)(module, adamw, init=init or models.initial_values(0), **options)
+    windows = torch.randint(256, (batch, module.window), dtype=torch.uint8, device=engine.comm.device)
     return engine, module.inputs_and_targets(windows)
 
 
@@ -198,6 +203,40 @@ def look_at_memory(world):
         passed &= after[5] == after[50] and not after[50]["num_alloc_retries"]
         said.append(f"{name}: after 5 steps {after[5]}, after 50 {after[50]}; {peaks}")
     return passed, "\n".join(said)
+
+
+def beside_simulation(world, runs=SIMULATED, batch=8):
+    """Larger models in bf16: peaks of live bytes, and seconds of the kernels, next to the simulated ones."""
+    said, passed = [], True
+    for model, kind, name in runs:
+        hardware = PRESETS["h100-80g"] if world.device.type == "cuda" else None
+        backend = "gloo" if hardware is None else "nccl"
+        how = {"precision": "bf16", "batch": batch, "checkpoint_activations": kind}
+        row = simulate(Setting(find_engine(name), model, 1, hardware=hardware, backend=backend, **how), train_step)
+        engine, micro_batch = made(name, model, batch, kind, some_values, precision="bf16")
+        for _ in range(3):
+            train_step(engine, [micro_batch])
+        with Timeline(engine) as timeline:
+            train_step(engine, [micro_batch])
+        off = timeline.peak_bytes() / row["peak_bytes"] - 1
+        passed &= abs(off) < 0.01
+        said.append(f"{model}, {kind or 'no'} checkpoints, {name}: live bytes {timeline.peak_bytes():,}, {off:+.3%}")
+        if hardware:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                train_step(engine, [micro_batch])
+                finish(world.device)
+            seconds = sum(row.self_device_time_total for row in profiled.key_averages()) / 1e6
+            said[-1] += f"; allocated {torch.cuda.max_memory_allocated():,}"
+            said[-1] += f"; kernels {seconds:.4f} s, simulated {row['time']['busy']['compute']:.4f} s"
+        engine = micro_batch = timeline = None
+        gc.collect()
+    return passed, "\n".join(said)
+
+
+@torch.no_grad()
+def some_values(name, tensor):
+    """Values drawn on the device: as good as others for memory and time, and much sooner there."""
+    tensor.normal_(std=0.02)
 
 
 def step_or_end(world, how):
@@ -242,6 +281,7 @@ CHECKS = {
     "two-ranks": lambda: digests(2)[:2],
     "syncs": partial(in_a_world, count_syncs),
     "memory": partial(in_a_world, look_at_memory),
+    "simulated": partial(in_a_world, beside_simulation),
     "drills": drills,
     "suite": partial(ran, "-m", "pytest", "-q", "--maxfail", "30", *SUITE, minutes=15),
     "bench": partial(ran, "-m", "lab.bench", *BENCH),

@@ -6,7 +6,7 @@ r"""`python -m lab.plan.scaling`: how memory, size, speed and waiting depend on 
     exposed     seconds that computation waits for collectives, by the rate of the links between nodes
 
 GPTs are 128 times as wide as they are deep, in bf16 with activation checkpoints. A rank's part of its node's memory and
-disks limits a model, too. Times are those of `lab.simulate`'s clock, from data sheets: compared with no run.
+disks limits a model, too. Times are those of `lab.simulate`'s clock, from data sheets.
 """
 
 from concurrent.futures import ProcessPoolExecutor

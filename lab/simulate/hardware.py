@@ -29,7 +29,7 @@ class Hardware:
     latency: float = 10e-6  # seconds of a message
     host_holds: float = math.inf
     disk_holds: float = math.inf
-    source: str = "from data sheets, and compared with no run"
+    source: str = "from data sheets; only one H100's kernels were compared (results/gpu)"
 
     def shared_by(self, gpus):
         """The same with a rank's part, if so many GPUs of a node are in use, of what a node has once."""

@@ -4,7 +4,7 @@ import pytest
 from training import ALL
 
 from lab import bench, gpu_counts
-from lab.gpu_check import BENCH, CHECKS, checked, page
+from lab.gpu_check import BENCH, CHECKS, beside_simulation, checked, page
 
 # Offload checks the bits of uploads, in forward and in step; Infinity asks about the disks of all ranks.
 SYNCS = {"offload": 2, "offload.nvme": 2}
@@ -34,3 +34,10 @@ def test_the_bench_among_the_checks_is_one_that_bench_takes(monkeypatch):
     monkeypatch.setattr(bench, "tables", lambda results: [])
     monkeypatch.setattr(bench, "publish", lambda *_: None)
     bench.main(BENCH)
+
+
+@pytest.mark.ranks(1)
+def test_the_check_of_larger_models_finds_the_simulated_peak(world):
+    runs = [("gpt-nano", None, "stage0_ddp"), ("llama-nano", "non-reentrant", "stage3_param")]
+    passed, said = beside_simulation(world, runs, batch=2)
+    assert passed and said.count("+0.000%") == 2
