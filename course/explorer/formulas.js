@@ -14,6 +14,12 @@ function figures(setting) {
   if (setting.pipeline > shape.layers) {
     return { refused: `A pipeline of ${setting.pipeline} needs as many layers: the model has ${shape.layers}.` };
   }
+  if (shape.positions && setting.seq > shape.positions) {
+    return { refused: `The model has ${shape.positions} positions: a sample has as many at most.` };
+  }
+  if (shape.heads % setting.tensor) {
+    return { refused: `Tensor, ${setting.tensor}, does not divide the model's ${shape.heads} heads.` };
+  }
   const machine = PLAN.gpus[setting.gpu];
   const offload_activations = setting.checkpoints && setting.offload_activations;
   const sequence_parallel = setting.tensor > 1 && setting.sequence_parallel;

@@ -284,6 +284,8 @@ def notes(options, machine, rank):
             f"once; stage 2 reduces each and sends {(times + 1) / 2:g} times as much, stage 3 gathers for each and "
             f"sends up to {1.5 * times:g} times as much: DeepSpeed refuses both there."
         )
+    if (options.per_node or 0) > machine.ranks_per_node:
+        said.append(f"{machine.name} has {machine.ranks_per_node} GPUs: {options.per_node} share what one has.")
     if rank.ranks % rank.per_node:
         last = rank.ranks % rank.per_node
         said.append(

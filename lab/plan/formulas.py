@@ -41,6 +41,8 @@ class Shape:
     trained_last: float | None = None
     active: float | None = None  # parameters that a token is multiplied with; None is all
     tied: bool = False  # the head is the embedding
+    heads: int = 0  # of queries; this and the next are 0 if they are not known, or without limit
+    positions: int = 0  # that are learned, so that a sample cannot be longer
     attention: float = 0  # width of all heads of a block
     width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
     vocabulary: int = 0
@@ -121,7 +123,7 @@ class Rank:
         gpu: the Hardware, with a rank's part of what a node's GPUs share.
 
     Raises:
-        InputError: the degrees do not divide the world size, or a length or a formula is missing.
+        InputError: a degree does not divide the world size or the heads; a length is missing or beyond the positions.
     """
 
     def __init__(self, shape, machine, job):
@@ -139,6 +141,10 @@ class Rank:
         self.sequence = job.sequence or shape.sequence
         if self.sequence is None:
             raise InputError(f"{shape.name} has no length of its own; give --seq")
+        if shape.positions and self.sequence > shape.positions:
+            raise InputError(f"--seq {self.sequence}: {shape.name} has {shape.positions} positions; give fewer")
+        if shape.heads % job.tensor:
+            raise InputError(f"--tensor {job.tensor}: it does not divide the {shape.heads} heads of {shape.name}")
         if job.pipeline > shape.layers:
             raise InputError(f"--pipeline {job.pipeline}: {shape.name} has {shape.layers} layers; give as many at most")
         if shape.measured and degree > 1:

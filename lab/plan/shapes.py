@@ -121,6 +121,7 @@ def transformer(
         largest=embedding,
         active=layers * (attention + (active if experts else 1) * expert) + embedding,
         tied=bool(tied),
+        heads=heads,
         attention=queries,
         width=hidden,
         vocabulary=vocabulary,
@@ -166,8 +167,10 @@ def of_config(path):
     found["sequence"] = min(found.get("sequence", SEQUENCE), 8192)  # what is trained, not the most that it takes
     if name == "gpt2":
         layers, width, vocabulary = found["layers"], found["hidden"], found["vocabulary"]
-        parameters = 12 * layers * width**2 + (vocabulary + found["sequence"]) * width
-        return of_gpt(name, parameters, layers, width, vocabulary, found["sequence"])
+        length = found["sequence"]
+        parameters = 12 * layers * width**2 + (vocabulary + length) * width
+        gpt = of_gpt(name, parameters, layers, width, vocabulary, length)
+        return replace(gpt, heads=found["heads"], positions=length)
     return transformer(name, **found)
 
 
@@ -199,7 +202,7 @@ def of_model(name):
         own = tuple((unit.all, unit.trained) for unit in blocks)
         return Shape(str(name), **shape, sequence=length, measured=functools.partial(measure, name, names), blocks=own)
     vocabulary, width = model.wte.weight.shape
-    inside, gated = model.blocks[0].mlp, isinstance(model, Llama)
+    attention, inside, gated = model.blocks[0].attention, model.blocks[0].mlp, isinstance(model, Llama)
     experts = len(inside.experts) if isinstance(model, MoEGPT) else 0
     ffn = inside.gate.out_features if gated else 4 * width
     return Shape(
@@ -214,6 +217,8 @@ def of_model(name):
         working=2 * ffn if gated else ffn / max(1, experts / 2),
         weights=width**2 if gated else width * (width + ffn),
         tied=model.head.weight is model.wte.weight,
+        heads=width // attention.head_width if gated else attention.heads,
+        positions=0 if gated else model.window - 1,
         attention=width,
         sides=sum(sum(p.shape) for p in model.blocks[0].parameters() if p.ndim == 2),
     )

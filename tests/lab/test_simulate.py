@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -334,3 +335,19 @@ def test_the_command_shows_what_is_resident_at_the_worst_moment(capsys):
     assert "rank 0 of 64 on 8 nodes" in said
     assert "The worst moment: backward of blocks.3" in said
     assert "gathered units" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaModel", "ViTForImageClassification"])
+def test_models_of_transformers_run(monkeypatch, name):
+    kind = getattr(pytest.importorskip("transformers"), name)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+    def make():
+        model = kind(kind.config_class(**small))
+        return (model, lambda samples, length: torch.zeros(samples, 3, 224, 224)) if "Image" in name else model
+
+    monkeypatch.setattr(sys.modules[__name__], "make", make, raising=False)
+    counts = simulate(Setting(find_engine("stage3_param"), f"{__name__}:make", 4, sequence=64), train_step)
+    assert counts["model_state_bytes"] == counts["predicted_model_state_bytes"]
+    assert counts["peak_bytes"] > sum(counts["model_state_bytes"].values())
