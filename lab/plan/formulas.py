@@ -142,7 +142,7 @@ class Rank:
         if self.sequence is None:
             raise InputError(f"{shape.name} has no length of its own; give --seq")
         if shape.positions and self.sequence > shape.positions:
-            raise InputError(f"--seq {self.sequence}: {shape.name} has {shape.positions} positions; give fewer")
+            raise InputError(f"--seq {self.sequence}: {shape.name} has {shape.positions} positions at most")
         if shape.heads % job.tensor:
             raise InputError(f"--tensor {job.tensor}: it does not divide the {shape.heads} heads of {shape.name}")
         if job.pipeline > shape.layers:
