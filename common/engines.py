@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 
 from common.errors import InputError
 
@@ -20,7 +21,7 @@ def find_engine(name):
         if not path.startswith(error.name):  # a failed import inside the module
             raise
         found = None
-    if not hasattr(found, attribute or "Engine"):
+    if not inspect.isclass(getattr(found, attribute or "Engine", None)):
         raise InputError(
             f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}; name a class of your own "
             "package.module:Name, and have the module in this folder or along PYTHONPATH"

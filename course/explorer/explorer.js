@@ -12,7 +12,7 @@ const SLIDERS = [
   },
   { key: "per_node", said: "GPUs in a node", stops: stops(1, 2, 4, 8, 16) },
   { key: "batch", said: "Samples of a micro-batch", stops: stops(1, 2, 4, 8, 16, 32, 64, 128) },
-  { key: "accumulate", said: "Micro-batches of a step", stops: stops(1, 2, 4, 8, 16, 32, 64) },
+  { key: "accumulate", said: "Micro-batches of a step", stops: stops(1, 2, 4, 8, 16, 32, 64, 128, 240) },
   { key: "seq", said: "Tokens of a sample", stops: stops(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) },
   { key: "tensor", said: "Tensor-parallel degree", stops: stops(1, 2, 4, 8) },
   { key: "pipeline", said: "Pipeline-parallel degree", stops: stops(1, 2, 4, 8, 12, 16, 35) },
@@ -74,7 +74,7 @@ function command() {
   for (const [name, number] of Object.entries(numbers)) parts.push(`--${name} ${number}`);
   for (const name of ["tensor", "pipeline"]) if (setting[name] > 1) parts.push(`--${name} ${setting[name]}`);
   if (setting.precision !== "bf16") parts.push(`--precision ${setting.precision}`);
-  if (setting.accumulate > 1) parts.push(`--accumulate ${setting.accumulate}`);
+  if (setting.accumulate > 1 || setting.pipeline > 1) parts.push(`--accumulate ${setting.accumulate}`);
   if (!setting.checkpoints) parts.push("--no-checkpoints");
   if (setting.checkpoints && setting.offload_activations) parts.push("--offload-activations");
   if (setting.fused_loss) parts.push("--fused-loss");
@@ -90,12 +90,13 @@ function change(some) {
 }
 
 // Runs from papers, each with its whole setting and its stage.
-const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(({ model, gpu, world_size, tensor, pipeline, engine }) => {
+const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(({ engine, said, ...run }) => {
+  const { model, gpu, world_size } = run;
   const way = PLAN.ways.findLastIndex((one) => one.engine === engine); // Infinity's with its disk
   const { sequence: seq } = PLAN.shapes[model];
   const per_node = PLAN.gpus[gpu].ranks_per_node;
   const label = `${model} on ${world_size} × ${gpu.split("-")[0].toUpperCase()}`;
-  return [label, { ...USUAL, model, gpu, world_size, tensor, pipeline, seq, way, per_node }];
+  return [label, { ...USUAL, ...run, seq, way, per_node }];
 }));
 RUNS["ZeRO's figure 1: 7.5 B on 64 × V100"] = USUAL;
 

@@ -79,7 +79,7 @@ class Rank {
     const used = Math.min(job.per_node, job.world_size); // GPUs of a node
     this.ranks = job.world_size / degree;
     this.perNode = Math.min(this.ranks, Math.max(1, Math.floor(used / degree)));
-    this.rings = Math.max(1, Math.floor(used / this.perNode));
+    this.rings = Math.min(degree, used);
     this.gpu = sharedBy(machine, used);
     const split = job.sequence_parallel ? tensor : 1; // ranks that share what tensor parallelism leaves whole
     Object.assign(this, { shape, job, tensor, split, width: job.width, sequence: job.seq });
@@ -105,12 +105,14 @@ class Rank {
       bus: bus / gpu.bus,
       disk: disk_moved ? disk_moved / gpu.disk : 0,
     };
-    const steps = way.engine.startsWith("offload"); // on the host
-    const stepping = steps ? ((PLAN.stepped + 2 * 8) * this.psi) / this.ranks / gpu.host_memory : 0;
+    const stepsOnHost = way.engine.startsWith("offload");
+    const stepped = this.psi / (way.engine === "stage0_ddp" ? 1 : this.ranks);
+    const stepping = ((PLAN.stepped + 2 * 8) * stepped) / (stepsOnHost ? gpu.host_memory : gpu.memory);
+    const computing = this.computing() + this.packed(way) / gpu.memory;
     return {
       ...way, states, host, disk, moment, transient, activations, sent, sent_by_node, bus, disk_moved, seconds,
       device: states.parameters + states.gradients + states.optimizer + transient + activations,
-      step_seconds: Math.max(this.computing(), ...Object.values(seconds)) + stepping,
+      step_seconds: Math.max(computing, ...Object.values(seconds)) + stepping,
     };
   }
 
@@ -150,7 +152,11 @@ class Rank {
     const onDevice = w === 2 && !way.engine.startsWith("offload");
     if (!PLAN.in_units.includes(way.engine)) {
       const receives = onDevice ? (4 * bucket) / (way.engine === "stage0_ddp" ? 1 : n) : 0;
-      if (PLAN.no_sync.includes(way.engine)) return receives + (this.summed > w ? 4 * psi : 0); // several add up in fp32
+      if (PLAN.no_sync.includes(way.engine)) {
+        // The second micro-batch adds up in fp32, bucket by bucket; a third finds all sums.
+        const added = this.job.accumulate > 2 ? psi : moment === LOSS ? 0 : bucket;
+        return receives + (this.summed > w ? 4 * added : 0);
+      }
       const inFlight = moment === LOSS ? 0 : moment === BUCKETS ? 2 : 1;
       return receives + w * Math.min(psi, inFlight * bucket);
     }
@@ -229,6 +235,15 @@ class Rank {
     }
     const sent = first * psi + again * repeated + job.accumulate * reduced;
     return [sent, n > p ? gatheredOut + job.accumulate * reducedOut : 0];
+  }
+
+  // Bytes that ZeRO++ reads and writes for its codes, each in one pass.
+  packed(way) {
+    if (way.engine !== "zeropp") return 0;
+    const { width: w, psi, job } = this;
+    const { int8, second, int4 } = this.switches(way);
+    const repeated = second ? 0 : job.accumulate * (2 * psi - this.kept) - psi;
+    return (int8 ? (1 + w) * (psi + repeated) : 0) + (int4 ? (1 + w) * job.accumulate * psi : 0);
   }
 
   // Bytes over the bus in a step, and those that the disk reads and writes.

@@ -46,6 +46,9 @@ SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "ac
 COUNTS = ("world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq", "lora", *SHAPE)
 MACHINE = {"memory": "holds", "flops": "flops", "link": "inside", "between": "between"}
 MACHINE |= {"host": "host_holds", "disk": "disk_holds", "bus": "bus"}  # options -> fields of Hardware
+NAMES = {"device": "GPU", "host": "host", "disk": "disk"}  # of what may be full
+TRAINED = ("accumulate", "global_batch", "seq", "lora", "no_checkpoints", "offload_activations", "fused_loss")
+TRAINED += ("fp32_gradients", "sequence_parallel", "per_node", *MACHINE, "budget")  # what changes a landmark
 MORE_GPUS = "Take more GPUs, a tensor-parallel degree, a smaller micro-batch or shorter samples: see what is largest."
 
 
@@ -86,12 +89,12 @@ def parser():
 def plan(options):
     """The JSON of `lab.plan`; an InputError if the options cannot be used."""
     check_counts(options, *COUNTS)
-    if options.sequence_parallel and (options.tensor or 1) == 1:
-        raise InputError("--sequence-parallel shares what tensor parallelism leaves whole: give --tensor too")
     landmark = landmark_of(options)
     for name, usual in OF_A_LANDMARK.items():
         if getattr(options, name) is None:
             setattr(options, name, usual)
+    if options.sequence_parallel and options.tensor == 1:
+        raise InputError("--sequence-parallel shares what tensor parallelism leaves whole: give --tensor too")
     shape, machine = shape_of(options), machine_of(options)
     job = job_of(options, shape, machine)
     budget = size_of(options.budget) if options.budget else USABLE * machine.holds
@@ -131,7 +134,9 @@ def job_of(options, shape, machine):
     if options.fused_loss and shape.measured:
         raise InputError(f"--fused-loss: the loss of {shape.name} is run as it is; leave it out")
     named = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
-    named |= {"accumulate": options.accumulate or 1, "sequence": options.seq, "checkpoints": not options.no_checkpoints}
+    # A pipeline is full from as many micro-batches on as it has stages.
+    accumulate = options.accumulate or (1 if options.global_batch else options.pipeline)
+    named |= {"accumulate": accumulate, "sequence": options.seq, "checkpoints": not options.no_checkpoints}
     width = dtype_of(options.precision).itemsize
     job = Job(**named, moments=OPTIMIZERS[options.optimizer], width=width)
     if options.global_batch is None:
@@ -157,7 +162,11 @@ def landmark_of(options):
         raise InputError(f"--landmark {options.landmark}: it names a model and its ranks; leave out {named}")
     for name in ("model", *OF_A_LANDMARK):
         setattr(options, name, landmark[name])
-    return landmark
+    changed = [f"--{name.replace('_', '-')}" for name in TRAINED if getattr(options, name) not in (None, False)]
+    if not (options.global_batch or options.accumulate):
+        options.accumulate, options.batch = landmark["accumulate"], max(options.batch, landmark["batch"])
+    said = f"{landmark['said']} Not so here: {', '.join(changed)}." if changed else landmark["said"]
+    return {**landmark, "said": said}
 
 
 def shape_of(options):
@@ -202,22 +211,26 @@ def ways(given):
 
 
 def rows_of(shape, machine, job, budget=None, among=WAYS):
-    """The rows of `Rank.row`, with "fits", and "refused", a reason or None; without `budget` USABLE of the device."""
+    """The rows of `Rank.row`, with "fits"; "full", "GPU", "host" or "disk"; and "refused", a reason: None if not so.
+
+    Without `budget` USABLE of the device is there, as it is of a rank's part of its node's host and disks.
+    """
     rank = Rank(shape, machine, job)
+    budget = USABLE * machine.holds if budget is None else budget
     rows = [rank.row(way) for way in among]
     for row in rows:
         row["refused"] = None
         if row["engine"] == "zeropp" and rank.ranks % rank.per_node:
             row["refused"] = f"ZeRO++ needs nodes of equal size: {rank.per_node} does not divide {rank.ranks}."
-        row["fits"] = row["refused"] is None and fit(
-            rank.gpu, row, USABLE * machine.holds if budget is None else budget
-        )
+        row["full"] = full(rank.gpu, row, budget)
+        row["fits"] = row["refused"] is None and row["full"] is None
     return rows
 
 
-def fit(gpu, row, budget):
-    """Whether a row fits: into the budget on its device, and into USABLE of a rank's part of its node, a Hardware."""
-    return row["device"] <= budget and row["host"] <= USABLE * gpu.host_holds and row["disk"] <= USABLE * gpu.disk_holds
+def full(gpu, row, budget):
+    """What a row does not fit into: the budget on its GPU, or USABLE of a rank's part of its node. None if it fits."""
+    room = {"device": budget, "host": USABLE * gpu.host_holds, "disk": USABLE * gpu.disk_holds}
+    return next((NAMES[tier] for tier in room if row[tier] > room[tier]), None)
 
 
 def largest_batch(shape, machine, job, budget, way):
@@ -242,8 +255,11 @@ def advice(rows, budget, rank):
     row = advised(rows)
     if row is None:
         least = min(rows, key=lambda row: row["device"])
-        takes = show_bytes(round(least["device"]))
-        return f"Nothing fits into {show_bytes(budget)}: {least['way']} takes least, {takes}. {MORE_GPUS}"
+        takes = f"{least['way']} takes least, {show_bytes(round(least['device']))}"
+        if least["full"] in ("host", "disk"):
+            node = show_bytes(round(rank.gpu.host_holds if least["full"] == "host" else rank.gpu.disk_holds))
+            takes += f", and its GPU's part of the {least['full']}, {node}, is full"
+        return f"Nothing fits into {show_bytes(budget)}: {takes}. {MORE_GPUS}"
     said = f"{row['way']}: the lowest that fits into {show_bytes(budget)}."
     if row["engine"] in SEND_ALIKE and 0 < rows[2]["sent"] == rows[0]["sent"]:
         said += f" Up to stage 2 all send as much; stage 3 sends {rows[3]['sent'] / rows[0]['sent']:.2g} times as much."
@@ -263,7 +279,12 @@ def advice(rows, budget, rank):
 
 def notes(options, machine, rank):
     """What the figures leave out, or take for granted."""
-    said, node = [], options.per_node or machine.ranks_per_node
+    said, node, degree = [], options.per_node or machine.ranks_per_node, options.tensor * options.pipeline
+    if degree > 1:
+        said.append(
+            f"Ranks are placed tensor-parallel first, then by pipeline, so that a node's links serve {rank.rings} "
+            "data-parallel rings. Megatron-LM places data-parallel ranks before pipeline stages."
+        )
     if options.precision == "bf16" and not machine.bfloat16:
         said.append(f"{machine.name} has no bf16: train in fp16, which takes as many bytes.")
     if options.tensor > 1:
@@ -278,6 +299,12 @@ def notes(options, machine, rank):
             "the links between nodes."
         )
     if options.pipeline > 1:
+        shape = rank.shape
+        most = (-(-shape.layers // options.pipeline) * shape.block + max(shape.root, shape.last)) / options.tensor
+        said.append(
+            f"A pipeline's stages count as equal here, {rank.psi:.3g} parameters; one with the embedding or the head "
+            f"has {most:.3g}."
+        )
         times = max(options.pipeline, rank.job.accumulate)  # it needs as many micro-batches, or more
         said.append(
             f"In a step of {times} micro-batches, as the pipeline of {options.pipeline} wants, stages 0 and 1 reduce "
@@ -301,7 +328,7 @@ def confirmed(options, results):
         raise InputError("--simulate: the engines have no tensor or pipeline parallelism; give neither degree")
     if row is None:
         raise InputError("--simulate: nothing fits, so no engine is advised")
-    if not options.params and (options.model is None or options.model in shapes.PRESETS):
+    if not options.params and options.model is None:
         raise InputError("--simulate: give --params, or a --model that can be built")
     given = [
         f"--{name}" for name in UNSIMULATED if getattr(options, name.replace("-", "_")) not in (None, False, "adamw")
@@ -342,29 +369,32 @@ def a_gpt(shape):
 
 def tables(results):
     """Bytes held, and bytes moved; a row for each way."""
-    shape = results["model"]
+    shape, rows = results["model"], results["rows"]
     title = (
         f"{shape['name']}, {shape['parameters']:,.0f} parameters, {results['precision']}, on {results['world_size']} "
         f"GPUs ({results['gpu']}): tensor {results['tensor']}, pipeline {results['pipeline']}, "
         f"data {results['data_parallel']}; samples of {results['sequence']:,} tokens"
     )
     held, moved = [], []
-    for row in results["rows"]:
+    for row in rows:
         sizes = (sum(row["states"].values()), row["transient"], row["activations"], row["device"])
         most = "-" if row["largest_batch"] is None else str(row["largest_batch"])
-        held.append([row["way"], *(show_bytes(round(size)) for size in sizes), "yes" if row["fits"] else "no", most])
+        fits = "yes" if row["fits"] else f"no: {row['full'] or 'nodes'}"
+        held.append([row["way"], *(show_bytes(round(size)) for size in sizes), fits, most])
         counts = [show_bytes(round(row[name])) for name in ("host", "disk", "sent", "bus", "disk_moved")]
         speed = f"{row['tokens_per_second']:,.0f}"
         days = [] if row["days"] is None else [f"{row['days']:.3g}"]
-        moved.append([row["way"], *counts, f"{row['step_seconds']:.3g} s", speed, *days])
-    moved = [line for _, line in sorted(zip([row["step_seconds"] for row in results["rows"]], moved, strict=True))]
+        moved.append([row["way"], *counts, fits, f"{row['step_seconds']:.3g} s", speed, *days])
+    by_speed = sorted(range(len(moved)), key=lambda at: (not rows[at]["fits"], rows[at]["step_seconds"]))
+    moved = [moved[at] for at in by_speed]
     note = (
         f"A micro-batch computes for {results['compute_seconds']:.2g} s; a step has {results['accumulate']} of "
-        f"{results['tokens_per_step'] // results['accumulate']:,} tokens. Computation overlaps what is sent and moved."
+        f"{results['tokens_per_step'] // results['accumulate']:,} tokens. Computation overlaps what is sent and moved; "
+        "ZeRO++ packs its codes in one pass, as compiled kernels can."
     )
     on_device = ("on a GPU", "model states", "in flight", "activations", "in all", "fits", "largest micro-batch")
-    beside = ["by speed", "host", "disk", "sent in a step", "over the bus", "disk", "a step", "tokens/s"]
-    beside += ["days"] * (results["rows"][0]["days"] is not None)
+    beside = ["by speed", "host", "disk", "sent in a step", "over the bus", "disk", "fits", "a step", "tokens/s"]
+    beside += ["days"] * (rows[0]["days"] is not None)
     return [Table(title, on_device, held), Table("", tuple(beside), moved, caption=note)]
 
 

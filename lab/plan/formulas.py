@@ -9,7 +9,7 @@ from common.errors import InputError
 BUCKET = 25 * 2**20 // 4  # elements, at least
 SCALE = 4 / 256  # bytes of an element's part of an fp32 scale
 LOGIT = 12  # bytes of a logit at the loss: in fp32, its log-softmax, its gradient
-STEPPED = 12  # bytes that a host's step reads and writes for a parameter, and twice those of the optimizer's states
+STEPPED = 12  # bytes that a step reads and writes for a parameter, and twice those of the optimizer's states
 SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on by default
 LOSS, HEAD, BLOCK, BUCKETS = "the loss", "the head's gradient", "a block's backward", "a second bucket"
 EMBEDDING = "the embedding's gradient"
@@ -119,7 +119,8 @@ class Rank:
 
     Attributes:
         ranks: of data parallelism. per_node: how many of them share a node; the last node may have fewer.
-        rings: groups of data-parallel ranks that share a node's links.
+        rings: groups of data-parallel ranks that share a node's links, as ranks are placed tensor-parallel first, then
+            by pipeline, and data-parallel last.
         gpu: the Hardware, with a rank's part of what a node's GPUs share.
 
     Raises:
@@ -135,7 +136,8 @@ class Rank:
         self.shape, self.job, self.ranks = shape, job, job.world_size // degree
         used = min(job.per_node or machine.ranks_per_node, job.world_size)  # GPUs of a node
         self.per_node = min(self.ranks, max(1, used // degree))
-        self.rings, self.gpu = max(1, used // self.per_node), machine.shared_by(used)
+        self.rings, self.gpu = min(degree, used), machine.shared_by(used)
+        self.nodes = min(self.ranks, math.ceil(job.world_size / used))  # on which its data-parallel ranks lie
         self.width, self.tensor = job.width, job.tensor
         self.split = job.tensor if job.sequence_parallel else 1  # ranks that share what tensor parallelism leaves whole
         self.sequence = job.sequence or shape.sequence
@@ -164,11 +166,6 @@ class Rank:
         """Those of them that are trained."""
         share = 1 if self.shape.trained is None else self.shape.trained / self.shape.parameters
         return self.psi * share
-
-    @property
-    def nodes(self):
-        """How many nodes its data-parallel ranks lie on."""
-        return math.ceil(self.ranks / self.per_node)
 
     def _unit(self, name, trained=False, number=None):
         """Parameters of a block, or of the one of this number, of the root or the last unit; or the trained of them."""
@@ -212,7 +209,7 @@ class Rank:
     def row(self, way):
         """What an engine holds at its worst moment, sends and moves in a step, and how long that takes.
 
-        A step lasts as long as the longest of computation and what overlaps it; then the host steps, if it does.
+        A step lasts as long as the longest of computation and what overlaps it; then the GPU or the host steps.
         """
         device, host, disk = self.states(way)
         sent, out = self.sent(way)
@@ -227,8 +224,10 @@ class Rank:
             "disk": on_disk / self.gpu.disk,
         }
         on_host = way.engine == "offload" or (way.tiers and way.tiers["optimizer"] != "device")
-        stepped = (STEPPED + 2 * self.job.moments) * self.trained / self.ranks
-        stepping = stepped / self.gpu.host_memory if on_host else 0
+        stepped = self.trained / (1 if way.engine == "stage0_ddp" else self.ranks)
+        stepping = (STEPPED + 2 * self.job.moments) * stepped
+        stepping /= self.gpu.host_memory if on_host else self.gpu.memory
+        computing = self.computing() + self._packed(way) / self.gpu.memory
         return {
             "way": way.title,
             "engine": way.engine,
@@ -245,7 +244,7 @@ class Rank:
             "bus": bus,
             "disk_moved": on_disk,
             "seconds": seconds,
-            "step_seconds": max(self.computing(), *seconds.values()) + stepping,
+            "step_seconds": max(computing, *seconds.values()) + stepping,
         }
 
     def _moments(self):
@@ -301,8 +300,10 @@ class Rank:
         if way.engine not in IN_UNITS:
             receives = 0 if w == 4 or way.engine == "offload" else 4 * self.bucket
             receives /= 1 if way.engine == "stage0_ddp" else self.ranks
-            if way.engine in NO_SYNC:  # several micro-batches add up in fp32
-                return receives + (4 * self.trained if self.summed > w else 0)
+            if way.engine in NO_SYNC:
+                # The second micro-batch adds up in fp32, bucket by bucket; a third finds all sums.
+                added = self.trained if self.job.accumulate > 2 else self.bucket * (not loss)
+                return receives + (4 * added if self.summed > w else 0)
             in_flight = 0 if loss else 2 if moment == BUCKETS else 1
             return receives + w * min(self.trained, in_flight * self.bucket)
         receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last", True)) / self.ranks
@@ -404,6 +405,15 @@ class Rank:
             code = (0.5 + SCALE) * self.trained
             reduced, reduced_out = code * ((p - 1) / p + (n / p - 1) / n), code * (n / p - 1) / (n / p)
         return gathered + k * reduced, (gathered_out + k * reduced_out) * (n > p)
+
+    def _packed(self, way):
+        """Bytes that ZeRO++ reads and writes for its codes, each in one pass."""
+        if way.engine != "zeropp":
+            return 0
+        int8, second, int4 = self._switches(way)
+        repeated = 0 if second else self.job.accumulate * (2 * self.psi - self._kept) - self.psi
+        gathered = (1 + self.width) * (self.psi + repeated) if int8 else 0
+        return gathered + (1 + self.width) * self.job.accumulate * self.trained * int4
 
     def moved(self, way):
         """Bytes that cross the bus in a step, and that are read from disk and written there."""

@@ -24,7 +24,7 @@ from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
 from lab import figures
 from lab.activations import largest_fitting
-from lab.plan.__main__ import USABLE, fit, rows_of
+from lab.plan.__main__ import USABLE, full, rows_of
 from lab.plan.formulas import WAYS, Job
 from lab.plan.shapes import ASPECT, VOCABULARY, of_gpt, of_model
 from lab.simulate.hardware import preset
@@ -123,7 +123,7 @@ def largest(hardware, way, ranks):
         found = run(way.engine, partial(gpt, layers), machine, ranks, own=own)
         held = {where: sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk")}
         part = machine.shared_by(min(ranks, machine.ranks_per_node))
-        return fit(part, held | {"device": found["peak_bytes"]}, USABLE * machine.holds)
+        return full(part, held | {"device": found["peak_bytes"]}, USABLE * machine.holds) is None
 
     layers = largest_fitting(fits, near=planned(way, machine, ranks))
     parameters = of_model(partial(gpt, layers)).parameters if layers else 0

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +17,10 @@ from common.models.lora import LoRAGPT
 from common.models.moe import MoEGPT
 from lab.plan.formulas import Shape
 from lab.plan.measured import measure
-from lab.simulate.own import Foreign, model_of, tokens_of
+from lab.simulate.own import PRESETS, Foreign, model_of, tokens_of
 
 ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
 SEQUENCE, VOCABULARY = 2048, 50257
-PRESETS = tomllib.loads(Path(__file__).with_name("models.toml").read_text())  # shapes that people train
 KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -37,7 +35,10 @@ KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
     "tied": ("tie_word_embeddings",),
 }
 CONFIGS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gpt2")
-SHARED = {"n_routed_experts", "shared_expert_intermediate_size", "kv_lora_rank"}  # of models that are others
+# Keys of models that are others, unless they have these values.
+OTHERS = {"n_routed_experts": None, "shared_expert_intermediate_size": None, "kv_lora_rank": None}
+OTHERS |= {"quantization_config": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+DEFAULTS = {"mixtral": {"kv_heads": 8, "active": 2}, "mistral": {"kv_heads": 8}, "qwen3_moe": {"active": 8}}
 
 
 def size_of(text):
@@ -152,25 +153,29 @@ def of_config(path):
         name = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: {error}; give a Hugging Face config.json") from error
-    if name not in CONFIGS or SHARED & config.keys():
-        raise InputError(
-            f"{path}: {name} is not known; known are {', '.join(CONFIGS)}, without experts that all tokens share"
-        )
-    found = {}
+    if name not in CONFIGS:
+        raise InputError(f"{path}: {name} is not known; known are {', '.join(CONFIGS)}")
+    for key, usual in OTHERS.items():
+        if config.get(key, usual) not in (usual, None):
+            raise InputError(f"{path}: models with {key} are not known; give a shape by hand that is near")
+    found = dict(DEFAULTS.get(name, {}))
     for key, names in KEYS.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
-        if value is not None and not (isinstance(value, (int, bool)) and value >= (key != "tied")):
+        kind = bool if key == "tied" else int
+        if value is not None and not (type(value) is kind and value >= (key != "tied")):
             raise InputError(f"{path}: {names[0]} is {value!r}; give a whole number")
         found |= {} if value is None else {key: value}
     if missing := [KEYS[key][0] for key in ("layers", "hidden", "heads", "vocabulary") if key not in found]:
         raise InputError(f"{path} has no {', '.join(missing)}")
-    found["sequence"] = min(found.get("sequence", SEQUENCE), 8192)  # what is trained, not the most that it takes
+    positions = found.get("sequence", SEQUENCE)
+    found["sequence"] = min(positions, 8192)  # what is trained, not the most that it takes
     if name == "gpt2":
         layers, width, vocabulary = found["layers"], found["hidden"], found["vocabulary"]
-        length = found["sequence"]
-        parameters = 12 * layers * width**2 + (vocabulary + length) * width
-        gpt = of_gpt(name, parameters, layers, width, vocabulary, length)
-        return replace(gpt, heads=found["heads"], positions=length)
+        if found.get("ffn", 4 * width) != 4 * width or width % found["heads"] or not found.get("tied", True):
+            raise InputError(f"{path}: a GPT-2 here has a tied head, heads that divide n_embd, and n_inner 4 n_embd")
+        parameters = 12 * layers * width**2 + (vocabulary + positions) * width
+        gpt = of_gpt(name, parameters, layers, width, vocabulary, found["sequence"])
+        return replace(gpt, heads=found["heads"], positions=positions)
     return transformer(name, **found)
 
 
@@ -179,6 +184,8 @@ def of_model(name):
     if name in PRESETS:
         return transformer(name, **PRESETS[name])
     model = model_of(name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(f"--model {name}: it has no parameter to train")
     units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, _Run)
     counts = {unit.name: SimpleNamespace(all=_count(unit.buckets), trained=_count(unit.trainable)) for unit in units}
     names = tuple(unit for unit in counts if re.search(r"\.\d+$", unit)) or tuple(counts)

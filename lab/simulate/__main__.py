@@ -85,11 +85,16 @@ def setting_of(options):
         raise InputError(f"--trace {options.trace}: name an engine, whose step it shows")
     if options.offload_activations and options.checkpoint_activations is None:
         raise InputError("--offload-activations moves what checkpoints save to the host; add --checkpoint-activations")
+    machine = None if options.hardware is None else preset(options.hardware)
+    if machine is not None and options.precision == "bf16" and not machine.bfloat16:
+        raise InputError(f"--precision bf16: {machine.name} has none; train in fp16, which takes as many bytes")
+    if machine is not None and options.ranks_per_node is None and options.world_size % machine.ranks_per_node == 0:
+        options.ranks_per_node = machine.ranks_per_node
     changed = {
         "engine": None if options.engine == ALL else find_engine(options.engine),
         "sequence": options.seq,
         "own": own_options(options.own),
-        "hardware": None if options.hardware is None else preset(options.hardware),
+        "hardware": machine,
         "optimizer": function_of("--optimizer", options.optimizer, "parameters") if options.optimizer else ADAMW,
     }
     return Setting(**{field.name: getattr(options, field.name, field.default) for field in fields(Setting)} | changed)
@@ -178,7 +183,7 @@ def times(results):
         told = f", {waits:.3g} s exposed" if waits else ""
         rows.append([f"{stream} is busy", f"{seconds:.3g} s{told}"])
     reached = f"a matrix product takes {time['fraction']:.0%} of the peak, the HFU of well-tuned trainings"
-    caption = f"{time['source']}; {reached} (52 to 57 % on A100: arXiv 2205.05198, table 5)"
+    caption = f"{time['source']}; {reached} (44 to 57 % on A100: arXiv 2205.05198, table 5)"
     return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=caption)
 
 

@@ -103,7 +103,7 @@ class Moments(Timeline):
 
     def floor(self):
         """The worst that was seen before the step, in which the optimizer makes its states, if it had had them."""
-        samples = [now for phase, now in self.samples if phase != "step"]
+        samples = [now for phase, now in self.samples if phase != "step"] or [Counter()]
         held = [sum(now.values()) - now.get(HOST, 0) - now["optimizer"] for now in samples]
         return max(held) + resident(self.engine, set())["optimizer"]
 

@@ -2,6 +2,10 @@
 
 import importlib
 import inspect
+import tomllib
+import traceback
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +15,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from common import models
 from common.errors import InputError
+from common.models.llama import Llama, LlamaConfig
 
+PRESETS = tomllib.loads((Path(__file__).parents[1] / "plan/models.toml").read_text())  # shapes that people train
 LENGTH = 1024  # of a sample of a user's own model
+
+
+def _llama(layers, hidden, vocabulary, heads, kv_heads=None, ffn=None, sequence=2048, **others):
+    """A preset as the zoo's Llama; an InputError if it has experts, other heads or a tied head."""
+    if any(others.values()):
+        raise InputError(f"the zoo has no model with {', '.join(others)}; lab.plan knows its shape")
+    shape = {"layers": layers, "width": hidden, "heads": heads, "kv_heads": kv_heads or heads, "hidden": ffn}
+    return Llama(LlamaConfig(**shape, sequence=sequence, vocabulary=vocabulary))
 
 
 class Foreign(nn.Module):
@@ -43,7 +57,7 @@ def loss_of(outputs, targets):
 
 
 def model_of(name, checkpoint_activations=None):
-    """A model of the zoo, of `models.LANDMARKS`, or what a function `package.module:make_model` returns.
+    """A model of the zoo, of `models.LANDMARKS`, of PRESETS, or what a function `package.module:make_model` returns.
 
     Such a function returns a module, or a pair of it and what makes its inputs: see `Foreign`. In place of a name a
     function may be given that returns a module with the zoo's surface.
@@ -57,14 +71,15 @@ def model_of(name, checkpoint_activations=None):
         made.checkpoint_activations = checkpoint_activations
         return made
     if ":" not in name:
-        return models.build(name, checkpoint_activations=checkpoint_activations, known=models.SIZES | models.LANDMARKS)
+        known = models.SIZES | models.LANDMARKS | {name: partial(_llama, **shape) for name, shape in PRESETS.items()}
+        return models.build(name, checkpoint_activations=checkpoint_activations, known=known)
     if checkpoint_activations is not None:
         raise InputError(f"--checkpoint-activations: {name} is not in the zoo; build its checkpoints into the model")
     make = function_of("--model", name)
     hook = register_module_parameter_registration_hook(lambda module, name, parameter: _drop_values(parameter))
     try:
         with fake_tensor.unset_fake_temporarily():  # values that __init__ reads are real
-            made = make()
+            made = called(f"--model {name}", make)
             parts = made if isinstance(made, tuple) else (made,)
             if len(parts) > 2 or not isinstance(parts[0], nn.Module):
                 pair = "a pair of it and what makes its inputs"
@@ -74,10 +89,22 @@ def model_of(name, checkpoint_activations=None):
     except RuntimeError as error:
         if "meta tensor" not in str(error):
             raise
-        raise InputError(f"--model {name}: {error}; build it without torch.device: no parameter is held") from error
+        raise InputError(f"--model {name}: {error}; __init__ may read any value but a parameter's") from error
     finally:
         hook.remove()
     return Foreign(*parts)
+
+
+def called(what, function, *args):
+    """What a user's own function returns; one line for what it raises, unless torch says that a value is missing."""
+    try:
+        return function(*args)
+    except Exception as error:
+        if "meta tensor" in str(error):
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(at.filename).name}:{at.lineno}"
+        raise InputError(f"{what}: {type(error).__name__} in {place}: {error}") from error
 
 
 def _drop_values(tensor):
@@ -109,7 +136,7 @@ def function_of(option, name, *given):
 def batch_of(model, samples, length=None):
     """(inputs, targets) of so many samples for a model of `model_of`; an InputError for a length it does not take."""
     if isinstance(model, Foreign):
-        inputs = model.make_inputs(samples, length or LENGTH)
+        inputs = called("the function that makes inputs", model.make_inputs, samples, length or LENGTH)
         return inputs, inputs
     if length is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--seq {length}: the model reads no text; leave it out")

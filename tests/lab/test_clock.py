@@ -127,7 +127,7 @@ def test_recomputation_counts_as_work_in_hfu_and_not_in_mfu():
 
 def test_the_command_tells_the_time_and_draws_the_streams(tmp_path, capsys):
     trace = tmp_path / "trace.json"
-    options = ["--hardware", "v100-32g", "--world-size", "16", "--precision", "bf16", "--trace", str(trace)]
+    options = ["--hardware", "v100-32g", "--world-size", "16", "--precision", "fp16", "--trace", str(trace)]
     command.main(["offload.nvme", "--with", "tiers=nvme", *options])
     said = capsys.readouterr().out
     assert "Time, on DGX-2, V100 32 GB" in said

@@ -79,12 +79,20 @@ def test_the_embeddings_gradient_is_the_peak_where_samples_are_short(way, sequen
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
 @pytest.mark.parametrize("model", [model for model in models.SIZES if model != "mlp"])
-@pytest.mark.one_in(48)
-def test_a_peak_is_within_a_tenth_of_the_simulated_one(model, way, width, checkpoints):
-    job = Job(4 if model in TINY else 16, width=width, batch=2, checkpoints=checkpoints)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.one_in(96)
+def test_a_peak_is_within_a_tenth_of_the_simulated_one(model, way, width, checkpoints, accumulate):
+    job = Job(4 if model in TINY else 16, width=width, batch=2, checkpoints=checkpoints, accumulate=accumulate)
     row = Rank(shapes.of_model(model), H100, job).row(way)
     simulated = counted(way, model, job, min(8, job.world_size))["peak_bytes"]
     assert row["device"] == pytest.approx(simulated, rel=0.1), row["moment"]
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: way.title)
+def test_two_micro_batches_add_up_in_fp32_bucket_by_bucket(way):
+    job = Job(8, batch=2, accumulate=2)
+    row = Rank(shapes.of_model("gpt-124m"), H100, job).row(way)
+    assert row["device"] == pytest.approx(counted(way, "gpt-124m", job, 8)["peak_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
@@ -161,6 +169,21 @@ def test_a_world_within_one_node_is_one_node(world_size, nodes, per_node):
     rank = Rank(shapes.of_size("7B"), A100, Job(world_size))
     assert (rank.nodes, rank.per_node) == (nodes, per_node)
     assert (rank.row(WAYS[3])["sent_by_node"] > 0) == (nodes > 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pipeline", "per_node", "rings", "nodes"),
+    [(12, 3, 4, 3, 3), (40, 5, 8, 5, 5), (56, 7, 8, 7, 7), (24, 3, 8, 3, 3), (48, 4, 6, 4, 8), (64, 16, 8, 8, 4)],
+)
+def test_a_nodes_rings_are_as_many_as_stages_or_its_gpus(world_size, pipeline, per_node, rings, nodes):
+    """Ranks k, k + P, k + 2P ... are a ring: a node has ranks of P of them, or of as many as it has GPUs."""
+    rank = Rank(shapes.of_size("7B"), A100, Job(world_size, pipeline=pipeline, per_node=per_node))
+    assert (rank.rings, rank.nodes) == (rings, nodes)
+
+
+def test_a_full_host_is_named(capsys):
+    plan.main(["--params", "30B", "--gpu", "4090", "--world-size", "4", "--host", "64GB", "--disk", "100GB"])
+    assert "its GPU's part of the host, 16 GB, is full" in " ".join(capsys.readouterr().out.split())
 
 
 def test_attention_is_most_of_a_long_samples_work():

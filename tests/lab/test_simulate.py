@@ -278,7 +278,7 @@ REFUSED = {
     "--model make_partly_compiled": "torch.compile cannot be simulated",
     "--model make_sized": "missing a required argument: 'config'",
     "--model make_nothing": "return the model",
-    "--model make_drops_on_meta": "build it without torch.device",
+    "--model make_drops_on_meta": "may read any value but a parameter's",
     "--optimizer make_nothing": "called with parameters: too many positional arguments",
     "--step momentum": "called with engine, micro_batches, no_sync, loss",
 }
