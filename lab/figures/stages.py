@@ -64,7 +64,7 @@ def comparison(results):
         for axes, title in zip(
             panels, ("MB of model states held by a rank", "MB sent by a rank in a step"), strict=True
         ):
-            axes.set(title=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
+            axes.set(xlabel=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
             if axes.get_legend_handles_labels()[1]:  # on one node all is sent within it
                 axes.legend(loc="lower right")
         titled(figure, f"{described(results)}; {results['hardware']}", 12)
