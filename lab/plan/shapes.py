@@ -14,6 +14,9 @@ from common.engine.layout import FlatRange
 from common.engine.units import make_units
 from common.errors import InputError
 from common.models.gpt import GPT
+from common.models.llama import Llama
+from common.models.lora import LoRAGPT
+from common.models.moe import MoEGPT
 from lab.plan.formulas import Shape
 from lab.plan.measured import measure
 from lab.simulate.own import Foreign, model_of, tokens_of
@@ -195,13 +198,31 @@ def of_model(name):
         "trained_root": root.trained,
         "trained_last": max((unit.trained for unit in others), default=0),
     }
-    if type(model) is not GPT:
+    if not isinstance(model, (GPT, Llama)) or isinstance(model, LoRAGPT):
         length = None if isinstance(model, Foreign) else tokens_of(model)
         own = tuple((unit.all, unit.trained) for unit in blocks)
         return Shape(str(name), **shape, sequence=length, measured=functools.partial(measure, name, names), blocks=own)
-    (vocabulary, width), length = model.wte.weight.shape, model.window - 1
-    gpt = of_gpt(str(name), shape["parameters"], len(blocks), width, vocabulary, length)
-    return replace(gpt, **shape, heads=model.blocks[0].attention.heads, positions=length)
+    vocabulary, width = model.wte.weight.shape
+    attention, inside, gated = model.blocks[0].attention, model.blocks[0].mlp, isinstance(model, Llama)
+    experts = len(inside.experts) if isinstance(model, MoEGPT) else 0
+    ffn = inside.gate.out_features if gated else 4 * width
+    return Shape(
+        str(name),
+        **shape,
+        active=shape["parameters"] - shape["layers"] * (experts - 1) * 8 * width**2 if experts else None,
+        width=width,
+        vocabulary=vocabulary,
+        sequence=model.window - 1,
+        whole=(6 if experts else 4) * width,
+        cut=5 * width + 4 * ffn if gated else 4 * width + 2 * ffn,  # keys and values are spread over all heads
+        working=2 * ffn if gated else ffn / max(1, experts / 2),
+        weights=width**2 if gated else width * (width + ffn),
+        tied=model.head.weight is model.wte.weight,
+        heads=width // attention.head_width if gated else attention.heads,
+        positions=0 if gated else model.window - 1,
+        attention=width,
+        sides=sum(sum(p.shape) for p in model.blocks[0].parameters() if p.ndim == 2),
+    )
 
 
 def _count(runs):
