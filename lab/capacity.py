@@ -33,7 +33,7 @@ from common.measure.hardware import hardware, private_held
 from common.measure.memory import set_malloc_thresholds
 from common.measure.tables import Table, show_bytes
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import asked, one_line_errors, parser_of, tell
+from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.train import default_nproc
 from lab import figures
@@ -84,8 +84,7 @@ def survey(options):
 
     Parameters are of the largest model, 0 if not even one layer fits. Options that cannot be used are an InputError.
     """
-    if options.up_to < 1:
-        raise InputError(f"--up-to {options.up_to}: at least 1 layer is needed")
+    check_counts(options, "up_to")
     engines, precisions, cap = check(options)
     rows = []
     for precision in precisions:

@@ -81,11 +81,8 @@ class TwoNodes:
                 raise RuntimeError(f"the nodes did not end in {timeout:.0f} s") from None
 
     @contextlib.contextmanager
-    def started(self, module, *arguments, ranks=2, restarts=0):
-        """Start it, and end what is left of it afterwards. A context manager: the process of torchrun on each node.
-
-        A lost rank ends the run or, with `restarts`, makes torchrun start all ranks anew, so many times.
-        """
+    def started(self, module, *arguments, ranks=2):
+        """Start it, and end what is left of it afterwards. A context manager: the process of torchrun on each node."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that addresses here have no names
         nodes = []
@@ -93,7 +90,7 @@ class TwoNodes:
             for node, name in enumerate(self.names):
                 command = [
                     *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
-                    *("--nnodes", "2", "--nproc-per-node", str(ranks), *_together(node, restarts)),
+                    *("--nnodes", "2", "--nproc-per-node", str(ranks), *together(node)),
                     *("-m", module, *arguments),
                 ]
                 nodes.append(subprocess.Popen(command, env=environment, start_new_session=True))
@@ -108,12 +105,9 @@ class TwoNodes:
                     node.wait()
 
 
-def _together(node, restarts):
-    """Options by which the two torchruns find each other: at fixed addresses, or by torch's own rendezvous."""
-    if not restarts:
-        return "--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)
-    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--local-addr", ADDRESSES[node])
-    return *where, "--rdzv-conf", f"is_host={node == 0}", "--max-restarts", str(restarts)
+def together(node):
+    """Options by which the two torchruns find each other."""
+    return "--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)
 
 
 def limit_of(rate):

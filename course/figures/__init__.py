@@ -14,4 +14,4 @@ from course.figures.tiers import (
     units_by_event,
 )
 from course.figures.wire import batch_and_bucket, beside, messages, moved, ring_and_direct, rounds, where_time_goes
-from lab.figures import capacity, memory_by_stage, memory_timeline, throughput, wire_by_phase
+from lab.figures import capacity, comparison, memory_timeline, throughput

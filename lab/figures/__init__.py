@@ -5,5 +5,5 @@
 """
 
 from lab.figures.records import activation_memory, bench, capacity, scaling
-from lab.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, timelines, wire_by_phase
+from lab.figures.stages import comparison, memory_timeline, throughput, timelines
 from lab.figures.style import PALETTE, described, save, smoothed

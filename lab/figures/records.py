@@ -7,18 +7,16 @@ from lab.figures.style import COLORS, LABELS, MARKERS, PALETTE, STEP_COLORS, des
 
 
 def activation_memory(results):
-    """Draw `lab.activations`: peaks by class without and with checkpoints; below, the largest batches."""
+    """Draw `lab.activations`: peaks by class, a panel for each stage."""
     engines = list(dict.fromkeys(row["engine"] for row in results["rows"]))
-    figure = plt.figure(figsize=(13, 9), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
-    for axes, engine in zip(top.subplots(1, len(engines), sharey=True, squeeze=False)[0], engines, strict=True):
+    figure, panels = plt.subplots(1, len(engines), figsize=(13, 5.5), sharey=True, layout="constrained", squeeze=False)
+    for axes, engine in zip(panels[0], engines, strict=True):
         peaks_by_batch(axes, [row for row in results["rows"] if row["engine"] == engine])
         axes.axhline(results["cap_bytes"] / 1e6, color="black", linestyle="--", label="cap")
         axes.set_title(LABELS.get(engine, engine))
     handles, labels = axes.get_legend_handles_labels()
-    top.supylabel("live MB per rank, at the peak of a step")
-    top.legend(handles, labels, loc="outside lower center", ncols=5)  # one row is wider than the figure
-    largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
+    figure.supylabel("live MB per rank, at the peak of a step")
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)  # one row is wider than the figure
     titled(figure, f"{described(results)}\n{results['hardware']}")
     return figure
 
@@ -35,21 +33,6 @@ def peaks_by_batch(axes, rows):
     axes.bar(0, 0, color=COLORS["activations"], hatch="//", label="activations with checkpoints")
     axes.set_xticks(range(len(batches)), batches)
     axes.set_xlabel("batch per rank")
-
-
-def largest_batches(axes, rows, cap):
-    """Bars of the largest batch under the cap, a pair for each stage: left without, right with checkpoints."""
-    engines = list(dict.fromkeys(row["engine"] for row in rows))
-    for checkpointed in (False, True):
-        chosen = [row["batch_per_rank"] for row in rows if (row["checkpoint_activations"] is not None) == checkpointed]
-        positions = [position + (0.2 if checkpointed else -0.2) for position in range(len(engines))]
-        label = "with checkpoints" if checkpointed else "without"
-        bars = axes.bar(positions, chosen, 0.36, color=COLORS["activations"], hatch="//" * checkpointed, label=label)
-        axes.bar_label(bars)
-    axes.set_xticks(range(len(engines)), [LABELS.get(engine, engine) for engine in engines])
-    axes.set(ylabel="samples per rank", ylim=(0, 1.15 * max(row["batch_per_rank"] for row in rows)))
-    axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def capacity(results):

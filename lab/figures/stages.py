@@ -11,42 +11,12 @@ from lab.figures.style import (
     HOST_COLOR,
     LABELS,
     PALETTE,
-    PHASE_COLORS,
-    PHASES,
     described,
     live_bytes,
     once,
-    stacked,
     stage_axis,
     titled,
 )
-
-
-def memory_by_stage(axes, rows):
-    """Stacked bars of model states per rank, measured, next to the formula's."""
-    states = ("parameters", "gradients", "optimizer")
-    for position, row in enumerate(rows):
-        measured, predicted = (row[key] for key in ("model_state_bytes", "predicted_model_state_bytes"))
-        parts = [(measured[s] / 1e6, {"color": COLORS[s], "edgecolor": COLORS[s], "label": s}) for s in states]
-        stacked(axes, position - 0.2, parts, 0.36, "{:.2f}")
-        parts = [(predicted[s] / 1e6, {"edgecolor": COLORS[s]}) for s in states]
-        stacked(axes, position + 0.2, parts, 0.36, color="white", hatch="///")
-        _below(axes, position, row)
-    axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
-    stage_axis(axes, rows, headroom=1.12)
-    axes.set(ylabel="MB per rank", title="Model states, measured beside predicted")
-    axes.legend()
-
-
-def _below(axes, position, row):
-    """What the rank keeps on the host or on disk, below the axis."""
-    for name, where, color in (("host_state_bytes", HOST, HOST_COLOR), ("disk_state_bytes", "on disk", DISK_COLOR)):
-        sizes = [-sum(row[key].values()) / 1e6 for key in (name, f"predicted_{name}") if row.get(key)]
-        if any(sizes):
-            axes.bar(position - 0.2, sizes[0], 0.36, color=color, edgecolor=color, label=once(axes, where))
-            axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=color, hatch="///")
-            axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
-            axes.axhline(0, color="black", linewidth=0.8)
 
 
 def memory_timeline(axes, samples, title):
@@ -60,23 +30,6 @@ def memory_timeline(axes, samples, title):
     bottom, top = axes.get_ylim()
     axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # shared axes: the highest of all
     axes.set(ylabel="live MB", title=title)
-
-
-def wire_by_phase(axes, rows):
-    """Stacked bars of the bytes that one rank sends in a step, by phase; the diamond is the prediction."""
-    for position, row in enumerate(rows):
-        sent = row["wire_bytes_by_phase"]
-        parts = [(sent.get(phase, 0) / 1e6, {"color": PHASE_COLORS[phase], "label": phase}) for phase in PHASES]
-        stacked(axes, position, parts, 0.5)
-        if "bus_bytes_per_step" in row:
-            moved = sum(row["bus_bytes_per_step"].values()) / 1e6
-            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label=once(axes, "down and up the bus"))
-        predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
-        label = "predicted" if position == 0 else None
-        axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
-    stage_axis(axes, rows, headroom=1.35)
-    axes.set(ylabel="MB sent by one rank, per step", title="Bytes on the wire")
-    axes.legend(ncols=2)
 
 
 def throughput(axes, rows):
@@ -99,7 +52,7 @@ def comparison(results):
             states += [("on the host", beside[0], HOST_COLOR), ("on disk", beside[1], DISK_COLOR)]
             sent = sum(row["wire_bytes_per_step"].values())
             ways = [("between nodes", across, PALETTE[4]), ("within the node", sent - across, PALETTE[3])]
-            for axes, parts in zip(panels, (states, ways if across else [("sent", sent, PALETTE[3])]), strict=True):
+            for axes, parts in zip(panels, (states, ways if across else [(None, sent, PALETTE[3])]), strict=True):
                 end = 0
                 for label, size, color in parts:
                     axes.barh(place, size / 1e6, 0.7, left=end, color=color, label=once(axes, label) if size else None)
@@ -111,8 +64,8 @@ def comparison(results):
         for axes, title in zip(
             panels, ("MB of model states held by a rank", "MB sent by a rank in a step"), strict=True
         ):
-            axes.set(title=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
-            if axes.get_legend_handles_labels()[1]:  # a single rank sends nothing
+            axes.set(xlabel=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
+            if axes.get_legend_handles_labels()[1]:  # on one node all is sent within it
                 axes.legend(loc="lower right")
         titled(figure, f"{described(results)}; {results['hardware']}", 12)
     return figure

@@ -107,4 +107,4 @@ def smoothed(values, over):
 def stage_axis(axes, rows, headroom):
     """Name the engines below, and leave space above the bars: `headroom` times the highest."""
     axes.set_xticks(range(len(rows)), [LABELS.get(row["engine"], row["engine"]) for row in rows])
-    axes.set_ylim(min(0, 1.3 * axes.dataLim.ymin), axes.dataLim.ymax * headroom)
+    axes.set_ylim(0, axes.dataLim.ymax * headroom)

@@ -15,7 +15,6 @@ import statistics
 import time
 from functools import partial
 
-import matplotlib.pyplot as plt
 import torch
 
 from common import models
@@ -96,23 +95,20 @@ KINDS = {"split": InfinityEngine, "owned": Owned}
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("lab.offload.ablation", __doc__)
-    parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are CPUs")
     parser.add_argument("--model", default="gpt-micro", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="samples of a step, all ranks (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="MB a second over each bus (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps (default: %(default)s)")
-    options = asked(parser, arguments, figure=True)
-    tell(options, compare(options, check(options)), table, figure)
+    options = asked(parser, arguments)
+    check(options)
+    tell(options, compare(options), table)
 
 
 def check(options):
-    """Validate the options before any rank starts; return the numbers of ranks."""
-    try:
-        sizes = [int(size) for size in options.nproc.split(",")]
-    except ValueError:
-        raise InputError(f"--nproc {options.nproc}: give numbers of ranks, such as 1,2,4") from None
-    for size in sizes:
+    """Validate the options before any rank starts."""
+    for size in options.nproc:
         check_size(size, options.oversubscribe)
         if options.batch < 1 or options.batch % size:
             raise InputError(f"--batch {options.batch}: it cannot be divided over {size} ranks")
@@ -120,14 +116,13 @@ def check(options):
         raise InputError(f"--rate {options.rate}: give MB a second, above 0")
     check_counts(options, "steps")
     models.build(options.model)
-    return sizes
 
 
-def compare(options, sizes):
+def compare(options):
     """Measure both kinds at every number of ranks: the JSON of `lab.offload.ablation`."""
     rows = []
     with progress_bar() as bar:
-        for size in bar.track(sizes, description="numbers of ranks"):
+        for size in bar.track(options.nproc, description="numbers of ranks"):
             with LocalWorld(size, oversubscribe=options.oversubscribe) as world:
                 rows += [{"world_size": size, "kind": kind, **world.run(measure, kind, options)[0]} for kind in KINDS]
     return {
@@ -175,21 +170,6 @@ def table(results):
         times = f"{1e3 * row['seconds']:,.0f} ms", f"{row['seconds'] / split[row['world_size']]:.2f}x"
         rows.append((str(row["world_size"]), row["kind"], moved, bound, *times))
     return Table(title, header, rows, words=(0, 1))
-
-
-def figure(results):
-    """Time per step over the number of ranks, of both kinds: a matplotlib Figure."""
-    drawn, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for kind, colour, marker in zip(KINDS, ("#0072B2", "#D55E00"), "os", strict=True):
-        rows = [row for row in results["rows"] if row["kind"] == kind]
-        sizes, seconds = ([row[what] for row in rows] for what in ("world_size", "seconds"))
-        axes.plot(sizes, seconds, label=kind, color=colour, marker=marker)
-    axes.set_xticks(sorted({row["world_size"] for row in results["rows"]}))
-    axes.set(ylim=(0, None), xlabel="ranks, each with a bus", ylabel="seconds per step")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(table(results).title, fontsize=9)
-    return drawn
 
 
 if __name__ == "__main__":

@@ -52,8 +52,7 @@ def main(arguments=None):
 
 def measure(world, options):
     """Let the engine's step, the step in memory and fio take turns: the JSON of `lab.offload.disk_step`."""
-    folder = tempfile.mkdtemp(prefix="zero-disk-step-", dir=options.path)
-    try:
+    with tempfile.TemporaryDirectory(prefix="zero-disk-step-", dir=options.path) as folder:
         with torch.device("meta"):
             layer = nn.Linear(WIDTH, ELEMENTS // WIDTH, bias=False)
         how = {"tiers": PLACED, "path": folder, "sub_group_mb": SUB_GROUP_MB}
@@ -62,8 +61,6 @@ def measure(world, options):
         with progress_bar() as bar:
             for _ in bar.track(range(WARM_UP + ROUNDS), description="turns"):
                 turns.append(_turn(engine, folder))
-    finally:
-        shutil.rmtree(folder)
     return {
         "hardware": hardware(world.device),
         "threads": torch.get_num_threads(),

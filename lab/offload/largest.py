@@ -68,8 +68,7 @@ def train(world, options):
     capacity.give_back_freed_memory()  # a local rank keeps it, to be faster
     free = int(shutil.disk_usage(options.path).free * (1 - SPARE))
     layers = options.layers or layers_on(free, options)
-    folder = tempfile.mkdtemp(prefix="zero-largest-", dir=options.path)
-    try:
+    with tempfile.TemporaryDirectory(prefix="zero-largest-", dir=options.path, ignore_cleanup_errors=True) as folder:
         model, optimizer = build(options, layers), partial(torch.optim.AdamW, lr=1e-4, fused=True)
         began = time.perf_counter()
         engine = InfinityEngine(model, optimizer, tiers="nvme", path=folder, init=models.initial_values(seed=0))
@@ -94,8 +93,6 @@ def train(world, options):
             "predicted_disk_state_bytes": engine.accounting.predicted()["disk_state_bytes"],
             "resident_peak_bytes": high_water(world.device),
         }
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def table(results):

@@ -1,10 +1,10 @@
 """A model without formulas: what it keeps, and its operations, from one run on tensors without values."""
 
 import functools
-from collections import Counter, deque
+import weakref
+from collections import Counter
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import models
@@ -14,8 +14,6 @@ from lab.plan.formulas import Measured
 from lab.simulate.clock import flops_of
 from lab.simulate.own import Foreign, batch_of, loss_of, model_of
 from lab.simulate.world import Kernels, simulated_world
-
-RECENT = 40  # operations, after which a storage that none of them touched is not expected to go
 
 
 @functools.cache
@@ -62,60 +60,33 @@ class _Live(TorchDispatchMode):
     def __init__(self, known):
         super().__init__()
         self.peaks, self.flops, self._now = Counter(), 0, None
-        self._storages, self._known = Storages(), set(map(storage_id, known))
+        self._nbytes, self._known = 0, set(map(storage_id, known))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.flops += flops_of(function, args, kwargs or {}, result)
-        given = [tensor for tensor in tensors_in([args, kwargs or {}, result]) if storage_id(tensor) not in self._known]
-        self.peaks[self._now] = max(self.peaks[self._now], self._storages.touch(given))
+        for tensor in tensors_in([args, kwargs or {}, result]):
+            if storage_id(tensor) not in self._known:
+                self._follow(tensor.untyped_storage())
+        self.peaks[self._now] = max(self.peaks[self._now], self._nbytes)
         return result
+
+    def _follow(self, storage):
+        """Count a storage's bytes until it is freed."""
+        self._known.add(storage._cdata)
+        self._nbytes += storage.nbytes()
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key, nbytes):
+        self._known.remove(key)
+        self._nbytes -= nbytes
 
     def mark(self, block, module, args, output):
         """A forward hook of a block: note when its backward begins."""
 
         def begin(gradient):
             self._now = block
-            self._storages.look()
 
-        self._storages.look()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(begin)
-
-
-class Storages:
-    """The live storages among those that operations touched, and their bytes.
-
-    To ask all of them after each operation whether they are gone would take a time that grows with the square of their
-    number. A storage goes soon after its last use, so only those are asked that the RECENT operations touched.
-    """
-
-    def __init__(self):
-        self.nbytes, self._held, self._recent = 0, {}, deque(maxlen=RECENT)
-
-    def touch(self, tensors):
-        """Note what an operation takes and gives. Returns the bytes that are live now."""
-        touched = [storage_id(tensor) for tensor in tensors]
-        for key, tensor in zip(touched, tensors, strict=True):
-            if key not in self._held or self._drop_if_gone(key):
-                storage = tensor.untyped_storage()
-                self._held[key] = StorageWeakRef(storage), storage.nbytes()
-                self.nbytes += storage.nbytes()
-        self._recent.append(touched)
-        for key in {key for keys in self._recent for key in keys if key in self._held}:
-            self._drop_if_gone(key)
-        return self.nbytes
-
-    def look(self):
-        """Ask all of them."""
-        for key in list(self._held):
-            self._drop_if_gone(key)
-
-    def _drop_if_gone(self, key):
-        reference, nbytes = self._held[key]
-        if reference.expired():
-            del self._held[key]
-            self.nbytes -= nbytes
-            return True
-        return False

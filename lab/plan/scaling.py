@@ -24,7 +24,7 @@ from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
 from lab import figures
 from lab.activations import largest_fitting
-from lab.plan.__main__ import USABLE, full, rows_of
+from lab.plan.__main__ import USABLE, full, largest_batch, rows_of
 from lab.plan.formulas import WAYS, Job
 from lab.plan.shapes import ASPECT, VOCABULARY, of_gpt, of_model
 from lab.simulate.hardware import preset
@@ -132,31 +132,27 @@ def largest(hardware, way, ranks):
 
 def speed(hardware, engine, ranks, filled):
     """A step of one model at a batch of 1, or at the largest that fits."""
-    machine, model = preset(hardware), partial(gpt, LAYERS)
-    batch = filling(lambda samples: run(engine, model, machine, ranks, samples)["peak_bytes"], machine) if filled else 1
+    machine, model, batch = preset(hardware), partial(gpt, LAYERS), 1
+    room = USABLE * machine.holds
+
+    def fits(samples):
+        return run(engine, model, machine, ranks, samples)["peak_bytes"] <= room
+
+    if filled:
+        way = next(way for way in WAYS if way.engine == engine)
+        near = largest_batch(of_model(model), machine, Job(ranks), room, way)
+        batch = max(1, largest_fitting(fits, near=max(1, near)))
     found = run(engine, model, machine, ranks, batch, timed=True)
     return {
         "engine": engine,
         "ranks": ranks,
         "filled": filled,
         "batch": batch,
-        "fits": found["peak_bytes"] <= USABLE * machine.holds,
+        "fits": found["peak_bytes"] <= room,
         "peak_bytes": found["peak_bytes"],
         "flops_per_second": found["time"]["model_flops"] / found["time"]["step_seconds"],
         **{name: found["time"][name] for name in ("step_seconds", "busy", "exposed")},
     }
-
-
-def filling(peak, machine, rounds=2):
-    """Nearly the largest batch whose peak fits; 1 if none does. The larger the batch, the more a peak grows."""
-    room, fits = USABLE * machine.holds, 1
-    low, more = peak(1), 2
-    while (high := peak(more)) <= room:
-        fits, low, more = more, high, 2 * more
-    for _ in range(rounds):
-        fits += max(0, int((room - low) / (high - low) * (more - fits)))
-        low = peak(fits)
-    return fits
 
 
 def exposed(hardware, engine, link):

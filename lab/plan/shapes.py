@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import models
+from common.engine.layout import FlatRange
 from common.engine.units import make_units
 from common.errors import InputError
 from common.models.gpt import GPT
@@ -186,7 +187,7 @@ def of_model(name):
     model = model_of(name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"--model {name}: it has no parameter to train")
-    units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, _Run)
+    units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, FlatRange)
     counts = {unit.name: SimpleNamespace(all=_count(unit.buckets), trained=_count(unit.trainable)) for unit in units}
     names = tuple(unit for unit in counts if re.search(r"\.\d+$", unit)) or tuple(counts)
     blocks = [counts[unit] for unit in names]
@@ -231,12 +232,5 @@ def of_model(name):
     )
 
 
-class _Run:
-    """The parameters of a unit that are of one kind, as `make_units` wants them; it counts them."""
-
-    def __init__(self, named_parameters, kind, world_size):
-        self.kind, self.numel = kind, sum(parameter.numel() for _, parameter in named_parameters)
-
-
 def _count(runs):
-    return sum(run.numel for run in runs)
+    return sum(slot.numel for run in runs for slot in run.slots.values())

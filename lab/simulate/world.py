@@ -6,7 +6,6 @@ sent. So a model that reads values in a step, by `.item()` for instance, cannot 
 
 import ast
 import contextlib
-import gc
 import inspect
 import os
 import sys
@@ -250,7 +249,7 @@ def simulate(setting, step):
         world = simulated_group(setting.backend)
     else:
         world = simulated_world(setting.world_size, setting.rank, setting.ranks_per_node, setting.backend)
-    with world as group, _rarely_collected(), Kernels(setting.backend) as kernels:
+    with world as group, Kernels(setting.backend) as kernels:
         engine, module = engine_of(setting, group)
         micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
         loss = loss_of if isinstance(module, Foreign) else models.loss
@@ -284,17 +283,6 @@ def simulate(setting, step):
             "simulated_in_seconds": time.perf_counter() - began,
             "really_held_bytes": high_water(torch.device("cpu")),
         }
-
-
-@contextlib.contextmanager
-def _rarely_collected():
-    """In this context Python collects garbage less often, which otherwise takes one second of twenty."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @torch.no_grad()

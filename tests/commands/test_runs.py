@@ -22,7 +22,8 @@ from training import ENGINES, message_of
 from common import train
 from common.checkpoint import checkpoint, runs
 from common.errors import InputError
-from lab.namespaces import TwoNodes
+from lab import namespaces
+from lab.namespaces import ADDRESSES, PORT, TwoNodes
 
 TRAINING = ("--model", "gpt-tiny", "--batch", "24", "--cosine", "--oversubscribe")
 
@@ -136,11 +137,18 @@ def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, un
     assert result(path) == undisturbed(4, 50)
 
 
+def by_rendezvous(node):
+    """How two torchruns find each other that start lost ranks anew."""
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--local-addr", ADDRESSES[node])
+    return *where, "--rdzv-conf", f"is_host={node == 0}", "--max-restarts", "2"
+
+
 @needs_two_nodes
-def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, undisturbed):
+def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setattr(namespaces, "together", by_rendezvous)
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--steps", 50, "--save", folder, "--save-every", 1, "--resume", "--json", path)
-    with nodes.started("stage3_param", *TRAINING, *map(str, options), restarts=2) as running:
+    with nodes.started("stage3_param", *TRAINING, *map(str, options)) as running:
         wait_for(lambda: runs.complete(folder))
         os.kill(ranks_of(running[1])[-1], signal.SIGKILL)
         assert not path.exists()

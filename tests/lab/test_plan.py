@@ -224,14 +224,6 @@ def test_a_model_may_be_too_large_for_its_nodes_host(tmp_path):
     assert (fits["ZeRO-Infinity, host"], fits["ZeRO-Infinity, disk"]) == (False, True)
 
 
-def test_the_batch_that_fills_a_gpu_fits_and_is_nearly_the_largest():
-    machine = replace(preset("v100-32g"), holds=100 / plan.USABLE)
-    for peak in (lambda samples: 20 + 3 * samples, lambda samples: max(50, 3 * samples), lambda samples: 99 + samples):
-        batch = scaling.filling(peak, machine)
-        assert peak(batch) <= 100
-        assert peak(batch + 2) > 100
-
-
 def test_the_largest_model_is_found_by_running_it(monkeypatch):
     monkeypatch.setitem(PRESETS, "small", replace(preset("v100-32g"), holds=4e9))
     made = scaling.largest("small", 0, 1)  # 3.6 GB hold 225 M parameters of 16 bytes, fewer with activations

@@ -522,7 +522,6 @@ def test_split_or_owned_parameters_are_the_same_bytes_and_bits_and_split_is_fast
     assert split["up_bytes"][0] == split["up_bytes"][1]
     assert sum(split["up_bytes"]) == sum(owned["up_bytes"])
     assert split["seconds"] < owned["seconds"]
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_largest_model_lies_on_disk_and_leaves_nothing_there(tmp_path):
