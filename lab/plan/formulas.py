@@ -21,51 +21,6 @@ NO_SYNC = ("stage0_ddp", "stage1_os")  # add up gradients of all micro-batches b
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model, as formulas see it: counts of parameters, and elements of activations for each token.
-
-    Activations, arXiv 2205.05198, sec. 4.1: of what a block keeps for its backward tensor parallelism cuts a part; the
-    rest, inputs of norms and of what is cut, is whole on each rank.
-    """
-
-    name: str
-    parameters: float
-    layers: int
-    block: float  # parameters that are gathered together, in stage 3
-    root: float = 0  # parameters that stay gathered throughout: embeddings, if the head is tied to them
-    last: float = 0  # parameters of a unit after the blocks: an untied head
-    largest: float = 0  # parameters of the largest tensor outside of the blocks
-    trained: float | None = None  # None is all; this and the next three
-    trained_block: float | None = None
-    trained_root: float | None = None
-    trained_last: float | None = None
-    active: float | None = None  # parameters that a token is multiplied with; None is all
-    tied: bool = False  # the head is the embedding
-    heads: int = 0  # of queries; this and the next are 0 if they are not known, or without limit
-    positions: int = 0  # that are learned, so that a sample cannot be longer
-    attention: float = 0  # width of all heads of a block
-    width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
-    vocabulary: int = 0
-    sequence: int | None = None
-    whole: float = 0  # elements that a block keeps for each token; this and the next two
-    cut: float = 0
-    working: float = 0  # and that its backward takes besides, cut
-    weights: float = 0  # elements of gradients of a block that are not yet in a bucket
-    sides: float = 0  # rows and columns of a block's matrices, added up: parameters of adapters for each of their rank
-    measured: object = None  # `measured(batch, sequence, width, checkpoints)`, a `Measured`, if there is no formula
-    blocks: tuple = ()  # of such a model: (parameters, of them trained) of each block
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Activations of a model in one step without an engine, and its operations: see `lab.plan.measured`."""
-
-    ends: float  # bytes until the first block's backward begins
-    blocks: list  # and from each block's on, until the next begins
-    flops: float
-
-
-@dataclass(frozen=True)
 class Way:
     """An engine with its options: a row of the table."""
 

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,10 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import models
 from common.measure.memory import storage_id
 from common.tensors import map_tensors, tensors_in
-from lab.plan.formulas import Measured
 from lab.simulate.clock import flops_of
 from lab.simulate.own import Foreign, batch_of, loss_of, model_of
 from lab.simulate.world import Kernels, simulated_world
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Activations of a model in one step without an engine, and its operations: see `lab.plan.measured`."""
+
+    ends: float  # bytes until the first block's backward begins
+    blocks: list  # and from each block's on, until the next begins
+    flops: float
 
 
 @functools.cache
