@@ -95,7 +95,7 @@ const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(({ engine, sai
   const way = PLAN.ways.findLastIndex((one) => one.engine === engine); // Infinity's with its disk
   const { sequence: seq } = PLAN.shapes[model];
   const per_node = PLAN.gpus[gpu].ranks_per_node;
-  const label = `${model} on ${world_size} × ${gpu.split("-")[0].toUpperCase()}`;
+  const label = `${model} on ${world_size} × ${PLAN.gpus[gpu].name.match(/[A-Z]\d{3}/)}`;
   return [label, { ...USUAL, ...run, seq, way, per_node }];
 }));
 RUNS["ZeRO's figure 1: 7.5 B on 64 × V100"] = USUAL;
@@ -130,7 +130,7 @@ function duration(seconds) {
 
 // What a row's device holds, by class.
 function parts(row) {
-  const inBuckets = ["stage2_grad", "offload"].includes(row.engine);
+  const inBuckets = !PLAN.in_units.includes(row.engine);
   return {
     ...row.states,
     gathered: inBuckets ? 0 : row.transient,

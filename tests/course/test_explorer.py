@@ -118,7 +118,8 @@ def near(expected):
 def test_a_run_that_papers_tell_of_is_the_planners(opened, landmark):
     page = opened()
     model, gpu, ranks = (plan.LANDMARKS[landmark][name] for name in ("model", "gpu", "world_size"))
-    page.locator("#landmark").select_option(f"{model} on {ranks} × {gpu.split('-')[0].upper()}")
+    gpu = re.search(r"[A-Z]\d{3}", plan.PRESETS[gpu].name)[0]
+    page.locator("#landmark").select_option(f"{model} on {ranks} × {gpu}")
     mine, theirs = (
         plan.plan(plan.parser().parse_args(arguments))
         for arguments in (shlex.split(page.locator("#command").inner_text())[3:], ["--landmark", landmark])
