@@ -47,8 +47,6 @@ COUNTS = ("world_size", "per_node", "tensor", "pipeline", "batch", "accumulate",
 MACHINE = {"memory": "holds", "flops": "flops", "link": "inside", "between": "between"}
 MACHINE |= {"host": "host_holds", "disk": "disk_holds", "bus": "bus"}  # options -> fields of Hardware
 NAMES = {"device": "GPU", "host": "host", "disk": "disk"}  # of what may be full
-TRAINED = ("accumulate", "global_batch", "seq", "lora", "no_checkpoints", "offload_activations", "fused_loss")
-TRAINED += ("fp32_gradients", "sequence_parallel", "per_node", *MACHINE, "budget")  # what changes a landmark
 MORE_GPUS = "Take more GPUs, a tensor-parallel degree, a smaller micro-batch or shorter samples: see what is largest."
 
 
@@ -90,7 +88,7 @@ def plan(options):
     """The JSON of `lab.plan`; an InputError if the options cannot be used."""
     check_counts(options, *COUNTS)
     landmark = landmark_of(options)
-    for name, usual in OF_A_LANDMARK.items():
+    for name, usual in {**OF_A_LANDMARK, "batch": 1}.items():
         if getattr(options, name) is None:
             setattr(options, name, usual)
     if options.sequence_parallel and options.tensor == 1:
@@ -160,11 +158,15 @@ def landmark_of(options):
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InputError(f"--landmark {options.landmark}: it names a model and its ranks; leave out {named}")
+    usual, changed = parser(), []
+    for name in (*OPTIONS["the machine"], *OPTIONS["the training"]):
+        field = name.replace("-", "_")
+        if field not in (*OF_A_LANDMARK, "tokens") and getattr(options, field) != usual.get_default(field):
+            changed.append(f"--{name}")
+    options.batch = options.batch or landmark["batch"]
+    options.accumulate = options.accumulate or (None if options.global_batch else landmark["accumulate"])
     for name in ("model", *OF_A_LANDMARK):
         setattr(options, name, landmark[name])
-    changed = [f"--{name.replace('_', '-')}" for name in TRAINED if getattr(options, name) not in (None, False)]
-    if not (options.global_batch or options.accumulate):
-        options.accumulate, options.batch = landmark["accumulate"], max(options.batch, landmark["batch"])
     said = f"{landmark['said']} Not so here: {', '.join(changed)}." if changed else landmark["said"]
     return {**landmark, "said": said}
 

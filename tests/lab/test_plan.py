@@ -181,6 +181,14 @@ def test_a_nodes_rings_are_as_many_as_stages_or_its_gpus(world_size, pipeline, p
     assert (rank.rings, rank.nodes) == (rings, nodes)
 
 
+def test_a_landmark_that_is_changed_says_by_what(capsys):
+    for changed in ([], ["--batch", "1", "--optimizer", "sgd"]):
+        plan.main(["--landmark", "bloom-176b", *changed])
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("Not so here: --batch, --optimizer." in said) == bool(changed)
+        assert f"a step has 128 of {8 * 2048 * (1 if changed else 2):,} tokens" in said
+
+
 def test_a_full_host_is_named(capsys):
     plan.main(["--params", "30B", "--gpu", "4090", "--world-size", "4", "--host", "64GB", "--disk", "100GB"])
     assert "its GPU's part of the host, 16 GB, is full" in " ".join(capsys.readouterr().out.split())
