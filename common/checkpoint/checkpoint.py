@@ -38,7 +38,7 @@ import torch
 
 from common.checkpoint import model_state, optimizer_state, tensor_file, weights
 from common.checkpoint.encoding import decode, detached, encode
-from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
+from common.checkpoint.index import FILE_NAME, claim, flush, is_dcp, own_folder, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
 from common.tensors import length, within
@@ -57,6 +57,7 @@ class Snapshot:
         tensors: {name in the file: tensor on the CPU}, those in memory.
         told: {name in the file: (dtype, shape)} of all tensors.
         structure: the JSON of `extra`.
+        part: the name of the sub-folder that it is written to, if the engine has a part of a model; else "".
         index: what the files hold, on rank 0.
 
     Raises:
@@ -65,6 +66,7 @@ class Snapshot:
 
     def __init__(self, engine, path, extra, apart=False):
         with together(engine.comm, f"cannot save to {str(path)!r}"):
+            self.part = engine.axes.part
             self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine), None
             shards = {name: (dtype, (length(part),)) for name, (_, _, dtype, part) in self._place_of.items()}
             if apart:
@@ -100,7 +102,9 @@ def write(comm, path, snapshot):
     """Write the ranks' snapshots, and make them the checkpoint in a folder, as `save` does. A collective."""
     rank, failure = comm.rank, f"cannot save to {str(path)!r}"
     with together(comm, failure):
-        folder = Path(path)
+        folder = Path(path) / snapshot.part
+        if rank == 0:
+            claim(comm, Path(path), snapshot.part)
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max(_files_in(folder).values(), default=0)
     number = max(comm.gather_objects(number, "the checkpoint"))
@@ -146,8 +150,10 @@ def see(there, missing):
         time.sleep(0.1)
 
 
-def load(engine, path):
+def load(engine, path, read=None):
     """Read a checkpoint into an engine, from any stage and world size, or from FSDP2 (`from_dcp`). A collective.
+
+    An engine with a part of the model reads the same part; `read` makes it from others, as `parallel.checkpoint.read`.
 
     Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save,
     and, if both are fp16, the loss scale. The precision may differ from the save's.
@@ -160,20 +166,24 @@ def load(engine, path):
             The engine's states are unchanged, but gradients are dropped. Also on every rank: one failed to take over
             what it read. Then the message says "in part", and no states can be relied on.
     """
-    rank = engine.rank
+    rank, share_errors = engine.rank, engine.axes.share_errors
     with contextlib.ExitStack() as opened:
-        with together(engine.comm, f"cannot load {str(path)!r}"):
+        with share_errors(), together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            if is_dcp(folder):
+            if read is None and is_dcp(folder):
                 from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
 
-                index, source, extra = from_dcp.read(engine, folder)
+                read = from_dcp.read
+            if read is not None:
+                index, source, extra = read(engine, folder)
+                opened.enter_context(source)
             else:
+                folder = own_folder(folder, engine.axes.part)
                 index, source = read_index(folder), None
             _check_fits(engine, index)
             for entry in index["files"][rank :: engine.world_size]:
                 check_intact(folder, entry)
-        with together(engine.comm, f"cannot load {str(path)!r}"):
+        with share_errors(), together(engine.comm, f"cannot load {str(path)!r}"):
             if source is None:
                 own = rank if rank < len(index["files"]) else 0
                 needed = sorted(_files_needed(engine, index) | {0, own})
@@ -188,8 +198,11 @@ def load(engine, path):
             name_of = {parameter: f"parameters/{name}" for name, parameter in engine.module.named_parameters()}
             name_of |= {buffer: f"buffers/{name}" for name, buffer in model_state.buffers(engine)}
             weights.check_range(engine, source, name_of)
+        if engine.axes.part:
+            one_save = [("the number of updates", str(index["updates"]), "take another save: this one was interrupted")]
+            engine.axes.agree(one_save, engine.comm)
         engine.begin_load()
-        with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
+        with share_errors(), together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             weights.fill(engine, source, name_of)
             engine.updates = index["updates"]
             if engine.loss_scaler and index["loss_scaler"]:
@@ -231,6 +244,7 @@ def _index(engine, tensors):
                 "shape": list(slot.shape),
                 "dtype": str(dtypes[None]).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
+                "cut": engine.axes.cut_of(slot.name),
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others
                 "scalars": encode(scalars, tensors, "the optimizer's state"),

@@ -103,24 +103,26 @@ class Files:
         self.synchronize()
         self.finish_saving()
         self.buffers.broadcast()
-        if wait:
-            return checkpoint.write(self.comm, path, checkpoint.Snapshot(self, path, extra))
-        self.saving = Saving(self, path, extra)
-        return self.saving
+        with self.axes.share_errors():
+            if wait:
+                return checkpoint.write(self.comm, path, checkpoint.Snapshot(self, path, extra))
+            self.saving = Saving(self, path, extra)
+            return self.saving
 
     def finish_saving(self):
         """Wait for a save in flight and raise what failed in it, unless a rank was told before. A collective."""
         saving, self.saving = self.saving, None
-        if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
-            saving.wait()
+        with self.axes.share_errors():
+            if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
+                saving.wait()
 
     @in_ordinary_mode
-    def load(self, path):
-        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
+    def load(self, path, read=None):
+        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.load`."""
         self.zero_grad()
         self.synchronize()
         self.finish_saving()
-        extra = checkpoint.load(self, path)
+        extra = checkpoint.load(self, path, read)
         self._initial.unset.clear()
         self.weight_writes.made(self.buckets + self.frozen)
         return extra
@@ -133,7 +135,8 @@ class Files:
         """
         self.zero_grad()
         self.synchronize()
-        self._initial.take_from_file(weights.load(self, file))
+        with self.axes.share_errors():
+            self._initial.take_from_file(weights.load(self, file))
         self.weight_writes.made(self.buckets + self.frozen)
 
 

@@ -1,9 +1,13 @@
 """index.json of a checkpoint: which file holds what. An atomic replace keeps the checkpoint whole at any moment."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+from functools import partial
+
+import torch.distributed as dist
 
 from common.errors import InputError
 
@@ -32,6 +36,36 @@ def read_index(folder, name="index.json"):
     if not intact or not all(FILE_NAME.fullmatch(entry["name"]) for entry in contents["index"]["files"]):
         raise InputError(damaged)
     return contents["index"]
+
+
+def parts_in(folder):
+    """The parts of a model that are saved in a folder, a Path: names such as "tensor-0-of-2"."""
+    return sorted(index.parent.name for index in folder.glob("*-of-*/index.json"))
+
+
+def own_folder(folder, part):
+    """Where a part of a model, "" for the whole, is saved in a folder; InputError if only others are there."""
+    whole = (folder / "index.json").exists()
+    if not (folder / part / "index.json").exists() and (whole or parts_in(folder)):
+        there, mine = "the whole model" if whole else ", ".join(parts_in(folder)), part or "the whole model"
+        raise InputError(f"it holds {there}, and this engine {mine}; give engine.load read=parallel.checkpoint.read")
+    return folder / part
+
+
+def claim(comm, folder, part):
+    """Refuse a folder that other ranks save into, or that has other parts of a model, or a whole one beside parts."""
+    ranks, holder = dist.get_process_group_ranks(comm.group), []
+    with contextlib.suppress(dist.DistError):  # the store ends with the process that holds it
+        store, key = dist.group.WORLD.get_group_store(), f"saves into {(folder / part).resolve()}"
+        holder = json.loads(store.compare_set(key, "", json.dumps(ranks)))
+    if holder and set(holder).isdisjoint(ranks):
+        cure = "engines of parts of one model need model_parallel=, those of several models a folder each"
+        raise InputError(f"ranks {holder} save into it too; {cure}")
+    layout = partial(re.sub, r"-\d+-of-", " ")
+    for other in [*parts_in(folder), *([""] if (folder / "index.json").exists() else [])]:
+        if layout(other) != layout(part):
+            there, mine = other or "the whole model", part or "the whole model"
+            raise InputError(f"it holds {there}, and this engine {mine}; take another folder")
 
 
 def is_dcp(folder):

@@ -112,7 +112,7 @@ class Accounting:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
         sharded = any(length(engine.owned(bucket).optimizer) < bucket.padded_numel for bucket in engine.buckets)
         if engine.takes_norm and sharded:
-            predicted["all_gather"] += 8 * others  # one float64 for the norm
+            predicted["all_gather"] += 8 * (1 if engine.axes.tensor is None else 2) * others  # float64s for the norm
         for what, bucket, number in self._last_looks:
             if what == "compared":
                 predicted["all_gather"] += 8 * number * others  # a checksum for each

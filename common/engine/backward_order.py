@@ -45,6 +45,7 @@ class BackwardOrder:
     def __init__(self):
         self.forwards, self.now = {}, None
         self._running, self._runs, self._task, self._anew = [], Counter(), None, {}
+        self._whole = set()  # units that are whole in this backward: none beside them has begun since
 
     def begin_forward(self):
         """Units run from now on; the calls of a forward that failed are forgotten."""
@@ -57,10 +58,6 @@ class BackwardOrder:
         reaches_trained = torch.is_grad_enabled() and any(call.unit.trainable for call in self._running)
         if not unit.trainable and not reaches_trained and not any(tensor.requires_grad for tensor in tensors):
             return None
-        earlier = itertools.chain(reversed(self._running), self._waiting())
-        before = next((call for call in earlier if call.unit is unit or call.unit.beside(unit)), None)
-        if before is not None and before.unit is unit:  # no unit between the two calls frees it
-            before.gathers = False
         self._running.append(UnitCall(unit, self._number))
         return self._running[-1]
 
@@ -72,11 +69,9 @@ class BackwardOrder:
 
     def begin_backward(self, kept, retained=False):
         """No call is taken yet. Units `kept` for it are whole. If its graph is retained, its calls come back after."""
-        self.now = None
+        self.now, self._whole = None, set(kept)
         self._runs.clear()
         self._anew = {number: list(calls) for number, calls in self.forwards.items()} if retained else {}
-        for call in filter(None, map(self.next_of, kept)):
-            call.gathers = False
 
     def until(self, unit, call):
         """Autograd has reached a unit: take all calls before its own, then its own; yield the unit of each.
@@ -154,5 +149,7 @@ class BackwardOrder:
         calls = self.forwards.get(self.now, [])
         while calls and not done():
             call = calls.pop()
-            call.unit.backward_gathers += call.gathers
+            self._whole = {unit for unit in self._whole if not unit.beside(call.unit)}
+            call.unit.backward_gathers += call.gathers and call.unit not in self._whole
+            self._whole.add(call.unit)
             yield call.unit

@@ -21,25 +21,25 @@ import torch
 from common.checkpoint.files import Files
 from common.engine import building, layout, ties, validation
 from common.engine.accounting import Accounting
+from common.engine.backward import Backward
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.gradients import gradients
 from common.engine.guards import Guards, NoModule, engine_of
 from common.engine.hooks import Hook
 from common.engine.master_weights import alone, groups_of
-from common.engine.mixed_precision import LossScaler, decide, dtype_of, running_backward
-from common.engine.reentrant import mark_gradients_in_parts
+from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.snapshots import continue_from, restore, snapshot
 from common.engine.validation import BATCH_NORMS
 from common.engine.weight_writes import WeightWrites, gathered
 from common.errors import InputError
-from common.measure.memory import HOST, storage_id
-from common.ranks.agreement import check_agreement
+from common.measure.memory import HOST
+from common.ranks.axes import ALONE, Axes
 from common.ranks.collectives import Collectives
 from common.tensors import map_tensors
 
 
-class EngineBase(Files, NoModule):
+class EngineBase(Backward, Files, NoModule):
     """What the engines share. See a stage's `Engine` for the phases.
 
     Args:
@@ -66,6 +66,8 @@ class EngineBase(Files, NoModule):
             parameters stay in fp32 in every precision; by default torch's batch norms. Those modules must accept
             inputs in the precision; see `_keep_in_fp32_modules` of your model, if it has it.
         broadcast_buffers: give every rank the buffers of rank 0 before each forward in training, as torch's DDP does.
+        model_parallel: an `Axes`, if the model is one part of several on further axes, tensor or pipeline;
+            `process_group` then has the ranks that hold the same part.
         reduce_dtype: torch.float32 has NCCL send and add 16-bit gradients in fp32; None, in the gradients' own dtype.
             gloo, and NCCL with `deterministic`, send 16 bits and add in fp32 in any case.
 
@@ -97,6 +99,7 @@ class EngineBase(Files, NoModule):
         deterministic=False,
         keep_fp32=BATCH_NORMS,
         broadcast_buffers=True,
+        model_parallel=None,
         reduce_dtype=None,
     ):
         settings = {  # all ranks must agree on these
@@ -113,6 +116,7 @@ class EngineBase(Files, NoModule):
         }
         self.comm = Collectives(process_group, deterministic=deterministic, reduce_dtype=reduce_dtype)
         self.rank, self.world_size = self.comm.rank, self.comm.size
+        self.axes = model_parallel if isinstance(model_parallel, Axes) else ALONE
         self.clip_norm, self.skip_norm, self.norm_type = clip_norm, skip_norm, norm_type
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self._module = model
@@ -128,32 +132,33 @@ class EngineBase(Files, NoModule):
             settings["param_groups"] = [validation.plain(group) for group in self.param_groups]
             self._kept_fp32 = validation.check_kept(model, keep_fp32)
             settings["keep_fp32"] = sorted(self._kept_fp32)
+            settings["model_parallel"] = validation.check_axes(model_parallel, model, self.comm)
             agreed = [(what, str(value), "give it alike on every rank") for what, value in settings.items()]
             agreed += validation.check_model(model, self.comm, init, self.param_groups, self.dtype)
         except InputError as error:
             agreed = error
-        check_agreement(agreed, self.comm)
+        self.axes.agree(agreed, self.comm)
         self.comm.owner = validation.name_of(self, self.comm)
         self.bucket_bytes = bucket_mb * 2**20
 
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
-        self.bucket_of, self.in_checkpoints = {}, set()  # parameter -> bucket; see `reentrant`
-        self.handles = []  # hooks on the model, removed with the engine
+        # parameter -> bucket; see `reentrant`; hooks on the model, removed with the engine.
+        self.bucket_of, self.in_checkpoints, self.handles = {}, set(), []
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
         self.sync_gradients, self.in_forward, self.grad_enabled, self.reduce_grads = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; the factor on a step's gradients
         self.naming = self.stepping = self._failed = False
-        self.unfinished = None  # in a backward, and after one that failed: whether it reduces
-        self.retains_graph = False  # in the backward that runs
+        # In the backward that runs; and in that, or after one that failed, whether it reduces.
+        self.retains_graph, self.unfinished = False, None
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
+        self.axes.mark(model)
         self.partition()
         self._initial.place_buffers()
-        self._initial.check()
+        self._initial.check(self.axes)
         for bucket in self.buckets + self.frozen:
-            tensors = [*bucket.members.values(), bucket.full_parameters]
-            bucket.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
+            bucket.note_storages()
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()  # gradients may arrive in another engine's backward first
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
@@ -200,43 +205,6 @@ class EngineBase(Files, NoModule):
 
     def _cast(self, tensor):
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
-
-    def backward(self, loss, retain_graph=False):
-        """Backpropagate a scalar loss and, unless under `no_sync`, reduce the gradients to their mean.
-
-        Several backwards before a step add up, in fp32. The sum is not divided by their number (DeepSpeed's is): scale
-        the loss yourself.
-        After an exception the gradients since the last step are dropped.
-
-        Args:
-            loss: a scalar tensor.
-            retain_graph: keep the graph for another backward, of this loss or of one that shares a part of it.
-
-        Raises:
-            InputError: the loss has more than one element.
-        """
-        if loss.numel() != 1:
-            raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
-        self.comm.traffic.phase = "backward"
-        self.guards.check_trainable()
-        self._failed, self.unfinished, self.retains_graph = True, self.sync_gradients, retain_graph
-        self._begin_gradients()
-        mark_gradients_in_parts(loss)
-        self.begin_backward()
-        self.reduce_grads = self.sync_gradients
-        try:
-            scaled = loss if self.loss_scaler is None else loss.float() * self._scale
-            with running_backward.of_loss_scaled_by(self._scale):
-                scaled.backward(retain_graph=retain_graph)
-            if self.sync_gradients:
-                self.finish_backward()
-        finally:
-            # Later gradients come from another engine's backward: ranks may disagree on it, so they wait for step().
-            self.reduce_grads = self.retains_graph = False
-        self.accounting.backwards += 1
-        self.accounting.reductions += self.sync_gradients
-        self._failed, self.unfinished = False, None
-        self.in_checkpoints.clear()
 
     @property
     def _scale(self):
@@ -320,15 +288,6 @@ class EngineBase(Files, NoModule):
             bucket.forget()
         self.accounting.forget()
         self._failed = False
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        """Accumulate gradients on this rank: backwards in this context do not communicate."""
-        before, self.sync_gradients = self.sync_gradients, False
-        try:
-            yield
-        finally:
-            self.sync_gradients = before
 
     def train(self, mode=True):
         """Set the module's training mode."""
@@ -436,12 +395,3 @@ class EngineBase(Files, NoModule):
         """The dtype a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
         rounded = parameter.dtype == torch.float32 and name not in self._kept_fp32
         return self.dtype if rounded else parameter.dtype
-
-    def _report_gradient(self, name, parameter):
-        if parameter.grad is None:
-            return  # as from a reentrant checkpoint of a constant
-        if running_backward.loss_scale is None:
-            parameter.grad, self._failed, self.unfinished = None, True, False
-            raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that, not loss.backward()")
-        self.gradient_ready(self.bucket_of[parameter], name, parameter)
-        self.comm.lane.wait_for_caller()  # on CUDA the bucket's collective waits for this stream too

@@ -268,6 +268,11 @@ class Bucket(FlatRange):
                 shard.set_aside()
         self.has_gradient = False
 
+    def note_storages(self):
+        """Note the storages of its parameters."""
+        tensors = [*self.members.values(), self.full_parameters]
+        self.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
+
     def note_strays(self):
         """Note parameters in other storages, before they are made views of this bucket's."""
         if self.storages:

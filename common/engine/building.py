@@ -5,7 +5,6 @@ from torch import nn
 
 from common.engine import ties
 from common.errors import InputError
-from common.ranks.agreement import check_agreement
 from common.tensors import checksum
 
 
@@ -70,9 +69,9 @@ class InitialValues:
         values = checksum(tensor) if is_set else None
         self._filled.append((f"{what} {name!r}", values, "init= must fill it alike on every rank"))
 
-    def check(self):
+    def check(self, axes):
         """Refuse, on every rank, values that differ between ranks, and buffers that nothing can set."""
-        check_agreement(self._filled, self._comm, "the check of initial values")
+        axes.agree(self._filled, self._comm, "the check of initial values")
         for name in self.unset:
             if name not in self._in_files:
                 raise InputError(

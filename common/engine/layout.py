@@ -45,6 +45,7 @@ class Kind:
     dtype: torch.dtype
     group: int  # index of their parameter group
     trainable: bool
+    cut: bool = False  # whether each tensor-parallel rank holds another piece of them
 
 
 def round_up(number, multiple):
@@ -114,7 +115,8 @@ def kinds(named_parameters, param_groups, dtype_of):
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
     sorted_by_kind = {}
     for name, parameter in named_parameters:
-        kind = Kind(dtype_of(name, parameter), group_of.get(parameter, 0), parameter.requires_grad)
+        cut = getattr(parameter, "cut_on_tensor_axis", False)
+        kind = Kind(dtype_of(name, parameter), group_of.get(parameter, 0), parameter.requires_grad, cut)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 

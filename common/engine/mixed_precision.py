@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from common.errors import InputError
+from common.ranks.axes import ALONE
 from common.tensors import end_to_end, host_value, length
 
 CHUNK = 2**20  # elements of a gradient whose squares are added at a time: a float64 copy of 8 MB
@@ -121,14 +122,14 @@ def decide(engine):
     """
     scale, factor, scaler = 1.0, None, engine.loss_scaler
     if scaler is not None:
-        scale, overflow = scaler.scale, host_value(overflow_flag(engine.buckets, engine.comm), 0) > 0
+        scale, overflow = scaler.scale, host_value(overflow_flag(engine.buckets, engine.comm, engine.axes), 0) > 0
         scaler.update(overflow)
         if overflow:
             return StepResult(None, skipped=True), None
         factor = 1 / scale
     if not engine.takes_norm:
         return StepResult(None, skipped=False), factor
-    norm = (gradient_norm(engine.buckets, engine.comm, engine.norm_type) / scale).cpu()  # the host waits
+    norm = (gradient_norm(engine.buckets, engine.comm, engine.norm_type, engine.axes) / scale).cpu()  # the host waits
     if engine.clip_norm is not None:
         factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
     norm = host_value(norm, 0.0)
@@ -136,45 +137,51 @@ def decide(engine):
     return StepResult(norm, skipped), factor
 
 
-def overflow_flag(buckets, comm):
-    """1 if any rank has an inf or a NaN in its shard of the mean gradient, else 0: an fp32 tensor [1]."""
+def overflow_flag(buckets, comm, axes=ALONE):
+    """1 if any rank of any axis has an inf or a NaN in its shard of the mean gradient, else 0: an fp32 tensor [1]."""
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
         for shard in bucket.optimizer_shards:
             with shard.mean_in_memory() as mean:
                 finite *= mean.isfinite().all()
-    return comm.maximum(1 - finite, "the overflow flag")
+    return axes.maximum(comm.maximum(1 - finite, "the overflow flag"), "the overflow flag")
 
 
-def gradient_norm(buckets, comm, norm_type=2.0):
+def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
     """The norm of the mean gradient over all parameters and ranks, each element once: an fp32 scalar tensor.
 
     Squares are summed in float64, shard by shard, and the shards' sums added in rank order. A rank that keeps the
     whole gradient adds the same numbers in the same order, so all stages get the same norm. For the infinity norm each
-    shard gives its largest element in place of its sum.
+    shard gives its largest element in place of its sum. With further axes these are added after the ranks of `comm`, as
+    `Axes.combine` says.
 
     Args:
         buckets: the `mean` gradients of their optimizer shards are one shard each, or all N of them end to end.
         comm: used only if a rank holds one shard.
+        axes: the engine's other axes.
     """
     held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel  # 1 or N
-    shards = torch.zeros(held, dtype=torch.float64, device=comm.device)
+    columns = 1 if axes.tensor is None else 2  # with a tensor axis: whole parameters, and those that are cut
+    shards, combine = torch.zeros(held, columns, dtype=torch.float64, device=comm.device), torch.add
+    if norm_type == math.inf:
+        combine = torch.maximum
     for bucket in buckets:
         for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
-                shards[shard] = torch.maximum(shards[shard], torch.linalg.vector_norm(chunk, math.inf).double())
+                found = torch.linalg.vector_norm(chunk, math.inf).double()
             elif chunk.is_cuda:  # one kernel, without a float64 copy
-                shards[shard] += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+                found = torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
-                shards[shard] += chunk.double().square().sum()
+                found = chunk.double().square().sum()
+            column = int(bucket.kind.cut)
+            shards[shard, column] = combine(shards[shard, column], found)
     if held < comm.size:
-        shards = comm.everyones(shards, "the gradient norm").view(-1)
-    if norm_type == math.inf:
-        return shards.max().float()
-    total = shards[0].clone()
-    for square in shards[1:]:
-        total += square
-    return total.sqrt().float()
+        shards = comm.everyones(shards.view(-1), "the gradient norm").view(comm.size, columns)
+    total, *others = shards
+    for other in others:
+        total = combine(total, other)
+    total = axes.combine(total, combine)
+    return (total if norm_type == math.inf else total.sqrt()).float()
 
 
 def _chunks(bucket, shards):

@@ -16,6 +16,7 @@ from common.engine.readers import Freed
 from common.engine.ties import extent
 from common.errors import InputError
 from common.measure.memory import storage_bytes
+from common.ranks.axes import Axes
 from common.tensors import checksum, host_value, tensors_of_state
 
 SWAPPED_STEPS = 24  # of a probe: some optimizers read older weights only at every fifth or tenth step
@@ -40,6 +41,16 @@ def types_of_defaults(engine):
     """The types of the default options of a class of engines, {name: type}."""
     signatures = [inspect.signature(made.__init__) for made in reversed(engine.__mro__)]
     return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
+
+
+def check_axes(model_parallel, model, comm):
+    """The name of this rank's part of the model, on the axes beside the data-parallel group of `comm`."""
+    if model_parallel is None:
+        return ""
+    if not isinstance(model_parallel, Axes):
+        raise InputError(f"model_parallel={model_parallel!r}: give common.ranks.axes.Axes(tensor=group), or None")
+    model_parallel.check(model, comm)
+    return model_parallel.part
 
 
 def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype=None):

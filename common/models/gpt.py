@@ -26,16 +26,15 @@ class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads  # a tensor-parallel rank has fewer heads, as wide as these
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width / heads]
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [batch, length, 3, heads, head width]
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head width]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):

@@ -122,19 +122,20 @@ class Collectives:
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
         return inside, across
 
-    def all_reduce(self, tensor, label=""):
-        """Replace `tensor` [N x shard] by its mean over ranks, in place. Sends 2(N-1)/N of it."""
+    def all_reduce(self, tensor, label="", mean=True):
+        """Replace `tensor` [N x shard] by its mean over ranks, or its sum, in place. Sends 2(N-1)/N of it."""
+        divisor = self.size if mean else 1
         self._count("all_reduce", 2 * self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
             received, shard = self._receive_buffer(tensor), tensor.view(self.size, -1)[self.rank]
 
             def work():
-                self._reduce_in_rank_order(tensor, received, shard)
+                self._reduce_in_rank_order(tensor, received, shard, divisor)
                 self._all_gather(shard, tensor)
 
             return self._submit("all_reduce", tensor, label, work, tensor, received)
 
-        work = partial(self._reduce_in_nccls_order, tensor, tensor)
+        work = partial(self._reduce_in_nccls_order, tensor, tensor, divisor)
         return self._submit("all_reduce", tensor, label, work, tensor)
 
     def reduce_scatter(self, tensor, shard, label=""):
@@ -145,10 +146,10 @@ class Collectives:
         self._count("reduce_scatter", self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
             received = self._receive_buffer(tensor)
-            work = partial(self._reduce_in_rank_order, tensor, received, shard)
+            work = partial(self._reduce_in_rank_order, tensor, received, shard, self.size)
             return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
 
-        work = partial(self._reduce_in_nccls_order, tensor, shard)
+        work = partial(self._reduce_in_nccls_order, tensor, shard, self.size)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
     def all_gather(self, shard, tensor, label="", after=None):
@@ -300,34 +301,34 @@ class Collectives:
         segments = -(-tensor.nbytes // (self.size * SEGMENT)) if self.point_to_point else 1
         return -(-tensor.numel() // (self.size * segments))
 
-    def _reduce_in_rank_order(self, tensor, received, shard):
-        """Write the mean of all ranks' pieces into `shard`, segment by segment."""
+    def _reduce_in_rank_order(self, tensor, received, shard, divisor):
+        """Write the sum of all ranks' pieces, over `divisor`, into `shard`, segment by segment."""
         if self.size == 1:
             _put(tensor, shard)
             return
         segment = self._segment(tensor)
         for parts, mean in zip(tensor.view(self.size, -1).split(segment, dim=1), shard.split(segment), strict=True):
-            mean_in_rank_order(self._collect(parts, received), mean)
+            mean_in_rank_order(self._collect(parts, received), mean, divisor)
 
-    def _reduce_in_nccls_order(self, tensor, result):
+    def _reduce_in_nccls_order(self, tensor, result, divisor):
         """Average by NCCL, which multiplies every piece by 1/N before it adds: exact if N is a power of two.
 
-        For any other N, sum and divide once: fp16 before the sum, which could overflow, others after it.
+        For any other divisor, sum and divide once: fp16 before the sum, which could overflow, others after it.
         """
         dtype = self.reduced_in(tensor.dtype)
         source = tensor.to(dtype)  # the tensor itself if it has that dtype
         mean = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
-        averages = self.backend == "nccl" and self.size & (self.size - 1) == 0
+        averages = self.backend == "nccl" and divisor == self.size and self.size & (self.size - 1) == 0
         operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         if not averages and dtype == torch.float16:
-            source.div_(self.size)
+            source.div_(divisor)
         if result is tensor:
             mean = source
             dist.all_reduce(source, operation, group=self.group)
         else:
             REDUCE_SCATTER(mean, source, operation, group=self.group)
         if not averages and dtype != torch.float16:
-            mean.div_(self.size)
+            mean.div_(divisor)
         _put(mean, result)
 
     def reduced_in(self, dtype):
@@ -417,8 +418,8 @@ class Collectives:
             raise RankLost(f"{gone}: rank {rank} was in {here} with rank {partner}{alone}") from error
 
 
-def mean_in_rank_order(pieces, mean):
-    """Write the mean of two or more pieces into `mean`: added in their order in fp32, divided once, rounded once.
+def mean_in_rank_order(pieces, mean, divisor):
+    """Write the sum of two or more pieces over `divisor` into `mean`: added in order in fp32, divided and rounded once.
 
     Overwrites fp32 pieces. `mean` may be one of them.
     """
@@ -429,7 +430,7 @@ def mean_in_rank_order(pieces, mean):
             total += other
         # In fp32 the last addition writes the result. 16-bit results are rounded after the division, which is faster.
         total = torch.add(total, last, out=result if result.dtype == torch.float32 else total)
-        _put(total.div_(len(pieces)), result)
+        _put(total.div_(divisor), result)
 
 
 def _put(source, target):

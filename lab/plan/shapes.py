@@ -260,7 +260,7 @@ def of_model(name):
         working=2 * ffn if gated else ffn / max(1, experts / 2),
         weights=width**2 if gated else width * (width + ffn),
         tied=model.head.weight is model.wte.weight,
-        heads=width // attention.head_width if gated else attention.heads,
+        heads=width // attention.head_width,
         positions=0 if gated else model.window - 1,
         attention=width,
         sides=sum(sum(p.shape) for p in model.blocks[0].parameters() if p.ndim == 2),

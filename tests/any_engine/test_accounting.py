@@ -120,6 +120,32 @@ def test_what_a_step_sends_is_predicted_after_an_evaluation_or_gathered_too(worl
             assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
 
 
+def sent_in_order(world, name, order, options):
+    """Bytes sent and predicted in the second step of forwards, f, backwards of the oldest, b, and of all losses, B."""
+    engine = make_engine(name, "gpt-nano", **options)
+    inputs, targets = batch(engine.module, world, global_batch=2 * world.size)
+    for _ in range(2):
+        engine.comm.traffic.reset()
+        losses = []
+        for letter in order:
+            if letter == "f":
+                losses.append(models.loss(engine(inputs), targets))
+            else:
+                engine.backward(losses.pop(0) if letter == "b" else sum(losses))
+                losses = [] if letter == "B" else losses
+        engine.step()
+    return engine.comm.traffic.by_collective(), engine.predicted_wire_bytes_per_step()
+
+
+@pytest.mark.parametrize("order", ["ffbb", "ffbfbb", "ffB", "ffBffB"])
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in ALL), ("stage3_param", {"keep_last": False})], ids=str
+)
+def test_what_a_step_sends_is_predicted_when_several_forwards_precede_their_backwards(worlds, name, options, order):
+    for sent, predicted in worlds(2).run(sent_in_order, name, order, options):
+        assert sent == predicted
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.one_in(3)

@@ -1,0 +1,79 @@
+"""How gradients come to an engine: its own backward, or one that another runs, such as a pipeline's schedule."""
+
+import contextlib
+
+from common.engine.mixed_precision import running_backward
+from common.engine.reentrant import mark_gradients_in_parts
+from common.errors import InputError
+
+
+class Backward:
+    """The part of `EngineBase` that concerns backward."""
+
+    def backward(self, loss, retain_graph=False):
+        """Backpropagate a scalar loss and, unless under `no_sync`, reduce the gradients to their mean.
+
+        Several backwards before a step add up, in fp32. The sum is not divided by their number (DeepSpeed's is): scale
+        the loss yourself.
+        After an exception the gradients since the last step are dropped.
+
+        Args:
+            loss: a scalar tensor.
+            retain_graph: keep the graph for another backward, of this loss or of one that shares a part of it.
+
+        Raises:
+            InputError: the loss has more than one element.
+        """
+        if loss.numel() != 1:
+            raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
+        with self.receiving_gradients([loss], retain_graph):
+            self.scaled(loss).backward(retain_graph=retain_graph)
+
+    def scaled(self, loss):
+        """A loss times the loss scale, in fp16: what is to be backpropagated."""
+        return loss if self.loss_scaler is None else loss.float() * self._scale
+
+    @contextlib.contextmanager
+    def receiving_gradients(self, outputs, retain_graph=False):
+        """A context for one backward of `outputs`, tensors, that the caller runs: all that `backward` does but that.
+
+        In fp16 it begins from a loss that is `scaled`.
+        """
+        self.comm.traffic.phase = "backward"
+        self.guards.check_trainable()
+        self._failed, self.unfinished, self.retains_graph = True, self.sync_gradients, retain_graph
+        self._begin_gradients()
+        for output in outputs:
+            mark_gradients_in_parts(output)
+        self.begin_backward()
+        self.reduce_grads = self.sync_gradients
+        try:
+            with running_backward.of_loss_scaled_by(self._scale):
+                yield
+            if self.sync_gradients:
+                self.finish_backward()
+        finally:
+            # Later gradients come from another engine's backward: ranks may disagree on it, so they wait for step().
+            self.reduce_grads = self.retains_graph = False
+        self.accounting.backwards += 1
+        self.accounting.reductions += self.sync_gradients
+        self._failed, self.unfinished = False, None
+        self.in_checkpoints.clear()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Accumulate gradients on this rank: backwards in this context do not communicate."""
+        before, self.sync_gradients = self.sync_gradients, False
+        try:
+            yield
+        finally:
+            self.sync_gradients = before
+
+    def _report_gradient(self, name, parameter):
+        if parameter.grad is None:
+            return  # as from a reentrant checkpoint of a constant
+        if running_backward.loss_scale is None:
+            parameter.grad, self._failed, self.unfinished = None, True, False
+            raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that, not loss.backward()")
+        self.gradient_ready(self.bucket_of[parameter], name, parameter)
+        self.comm.lane.wait_for_caller()  # on CUDA the bucket's collective waits for this stream too

@@ -1,0 +1,133 @@
+"""The axes of model parallelism beside an engine's data-parallel group.
+
+With tensor or pipeline parallelism a rank holds a part of the model, and its engine's `process_group` has only the
+ranks that hold the same part. What concerns the whole model is agreed on the other axes too: the norm of the gradient,
+an overflow, how the engines were built.
+
+    axis        the ranks of a group hold                     they send
+    data        the same part of the model                    gradients, parameters: by the engine
+    tensor      a piece of each matrix that is cut; the rest  activations: by the model, see `parallel.tensor`
+    pipeline    layers that follow each other                 activations: by the schedule
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from common.errors import InputError
+from common.ranks.agreement import check_agreement
+from common.ranks.collectives import Collectives
+
+
+class Axes:
+    """The axes beside the data-parallel one: what `EngineBase` takes as `model_parallel`.
+
+    Args:
+        tensor, pipeline: this rank's process group on that axis; None if the axis has one rank.
+        whole: names of the parameters that all tensor ranks hold whole, such as norms, with equal values.
+
+    Attributes:
+        tensor, pipeline: `Collectives`, each with a lane and a meter of its own; None for an axis of one rank.
+        cuts: how the other parameters were cut, {name: `parallel.tensor.Cut`}: `parallel.tensor.split` sets it.
+
+    Source: Megatron-LM, arXiv 1909.08053, sec. 3; the names of axes are those of its successor, arXiv 2104.04473.
+    """
+
+    def __init__(self, tensor=None, pipeline=None, whole=()):
+        self.tensor, self.pipeline = (group and Collectives(group, deterministic=True) for group in (tensor, pipeline))
+        self.whole, self.cuts = set(whole), {}
+
+    @property
+    def by_name(self):
+        """{"tensor" and "pipeline": the Collectives}, without axes of one rank."""
+        return {name: getattr(self, name) for name in ("tensor", "pipeline") if getattr(self, name) is not None}
+
+    @property
+    def part(self):
+        """The name of this rank's part of the model, such as "tensor-0-of-2"; "" if there is one part."""
+        return "-".join(f"{name}-{comm.rank}-of-{comm.size}" for name, comm in self.by_name.items())
+
+    def cut_of(self, name):
+        """How a parameter is cut, for checkpoints; None if it is whole, [] if that is not known."""
+        return self.cuts.get(name, None if self.tensor is None or name in self.whole else [])
+
+    def mark(self, model):
+        """Note on each parameter whether tensor ranks hold other pieces of it, for buckets of its kind."""
+        for name, parameter in model.named_parameters():
+            if self.tensor is not None:
+                parameter.cut_on_tensor_axis = name not in self.whole
+            elif hasattr(parameter, "cut_on_tensor_axis"):  # of an engine before
+                del parameter.cut_on_tensor_axis
+
+    def check(self, model, comm):
+        """Refuse a data-parallel group, `comm`, that shares more than this rank with an axis; and unknown names."""
+        names = {name for name, _ in model.named_parameters()}
+        for unknown in sorted(self.whole - names):
+            raise InputError(f"model_parallel= names {unknown!r}, which is no parameter of the model; leave it out")
+        groups = [set(dist.get_process_group_ranks(one.group)) for one in (comm, *self.by_name.values())]
+        if len(set.union(*groups)) < sum(len(group) - 1 for group in groups) + 1:
+            raise InputError(
+                "process_group= and model_parallel= share ranks; give the group of the ranks that hold the same part "
+                "of the model, such as mesh['data'].get_group() of a DeviceMesh"
+            )
+
+    @contextlib.contextmanager
+    def share_errors(self):
+        """If a block raises an InputError on all ranks of a data-parallel group, all ranks of all axes raise it."""
+        caught = None
+        try:
+            yield
+        except InputError as error:
+            caught = error
+        for comm in self.by_name.values():
+            try:
+                check_agreement(caught or [], comm, "what a part does alone")
+            except InputError as error:
+                caught = error
+        if caught is not None:
+            raise caught
+
+    def agree(self, found, comm, label="the check of the model"):
+        """`check_agreement` over the data axis, and over the others of what the parts have in common."""
+        with self.share_errors():
+            check_agreement(found, comm, label)
+        apart, whole = (
+            ("parameter ", "buffer ", "keep_fp32", "model_parallel"),
+            {f"parameter {name!r}" for name in self.whole},
+        )
+        options = [line for line in found if not line[0].startswith(apart)]
+        for axis, lines in ((self.tensor, [line for line in found if line[0] in whole]), (self.pipeline, [])):
+            with self.share_errors():
+                if axis is not None:
+                    check_agreement(options + lines, axis, label)
+
+    def combine(self, sums, combine=torch.add):
+        """The sum over all parts of the model of a data-parallel group's sums, a scalar tensor.
+
+        In the order of the tensor ranks, then of the pipeline's; what tensor ranks hold whole counts once.
+
+        Args:
+            sums: [1], or with a tensor axis [2]: of parameters that are whole, and of those that are cut.
+            combine: adds two numbers; for the infinity norm `torch.maximum`.
+        """
+        total = sums[0]
+        if self.tensor is not None:
+            everyones = self.tensor.everyones(sums, "the gradient norm")
+            total = everyones[0][0]
+            for of_rank in everyones:
+                total = combine(total, of_rank[1])
+        if self.pipeline is not None:
+            total, *others = self.pipeline.everyones(total.view(1), "the gradient norm").view(-1)
+            for other in others:
+                total = combine(total, other)
+        return total
+
+    def maximum(self, tensor, label):
+        """The element-wise maximum of a small tensor over all parts of the model."""
+        for comm in self.by_name.values():
+            tensor = comm.maximum(tensor, label)
+        return tensor
+
+
+ALONE = Axes()  # there is no other axis

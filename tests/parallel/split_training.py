@@ -1,0 +1,96 @@
+"""What ranks run on several axes: an engine around a model that is split."""
+
+import functools
+
+import torch
+from pieces import in_pieces
+from pieces import loss as loss_in_pieces
+from torch.distributed.device_mesh import init_device_mesh
+from training import ADAMW, BUCKET_MB, text
+
+from common import models
+from common.data import Batches
+from common.engines import find_engine
+from common.ranks.axes import Axes
+from parallel import tensor
+
+AXES = ("pipeline", "data", "tensor")
+
+
+@functools.cache
+def mesh(device, *shape):
+    return init_device_mesh(device, shape, mesh_dim_names=AXES)
+
+
+def on_one_thread(function):
+    """Run a function on one thread of each rank: the sums of kernels depend on it, and worlds differ in it."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **options)
+        finally:
+            torch.set_num_threads(threads)
+
+    return call
+
+
+def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, **options):
+    """An engine around a zoo model that `ranks` tensor ranks hold, and the loss of its outputs."""
+    grid = mesh(world.device.type, 1, world.size // ranks, ranks)
+    axes, module = Axes(tensor=grid["tensor"].get_group()), models.build(model) if isinstance(model, str) else model
+    tensor.split(module, axes)
+    init = tensor.cut(models.initial_values(seed), axes)
+    options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
+    group = grid["data"].get_group()
+    made = find_engine(engine)(module, ADAMW, init=init, process_group=group, model_parallel=axes, **options)
+    return made, tensor.VocabParallelLoss(axes)
+
+
+def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1):
+    """Train; return (loss, norm) of each step, as every rank has them."""
+    found = []
+    batches = Batches(text(), made.module.window, 8)
+    for step in range(steps):
+        windows = batches.of(step, world.rank // ranks, world.size // ranks).to(world.device)
+        total = 0.0
+        made.comm.traffic.reset()
+        for part in windows.chunk(micro_batches):
+            inputs, targets = made.module.inputs_and_targets(part)
+            loss = loss_of(made(inputs), targets) / micro_batches
+            made.backward(loss)
+            total += loss.item()
+        found.append((total, made.step().norm))
+    return found
+
+
+def whole(made):
+    """The weights of all parts as one state dict. A collective."""
+    own, axes = made.full_state_dict(), made.axes
+    everyones = axes.tensor.gather_objects(own)
+    joined = {name: axes.cuts[name].join([part[name] for part in everyones]) for name in axes.cuts}
+    for name in axes.whole:
+        assert all(torch.equal(part[name], own[name]) for part in everyones), f"{name} drifted apart"
+    return {
+        name: joined.get(name, joined.get("wte.weight", value)) if name not in axes.whole else value
+        for name, value in own.items()
+    }
+
+
+@on_one_thread
+def of_split(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1, **options):
+    made, loss_of = split_engine(world, engine, ranks, model, **options)
+    return train(world, made, loss_of, steps, ranks, micro_batches), whole(made)
+
+
+@on_one_thread
+def of_one(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1, pieces=True, **options):
+    """The same on data ranks alone: the whole model, or the pieces of `ranks` tensor ranks one after the other."""
+    module = models.build(model) if isinstance(model, str) else model
+    module = in_pieces(module, ranks) if pieces else module
+    options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
+    made = find_engine(engine)(module, ADAMW, init=models.initial_values(0), **options)
+    loss_of = loss_in_pieces if pieces else models.loss
+    return train(world, made, loss_of, steps, 1, micro_batches), made.full_state_dict()

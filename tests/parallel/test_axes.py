@@ -1,0 +1,173 @@
+"""What an engine must know of another axis: one norm, one overflow, one checkpoint of all parts."""
+
+import re
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from split_training import mesh, of_one, split_engine, train, whole
+from training import ADAMW, SEVEN, make_engine, message_of, same_bits
+
+from common import models
+from common.engines import find_engine
+from common.ranks.axes import Axes
+from parallel import checkpoint, tensor
+
+# ---- the norm, overflows ---------------------------------------------------------------------------------------
+
+
+def norms(world, name, norm_type):
+    made, loss_of = split_engine(world, name, clip_norm=0.1, norm_type=norm_type)
+    return train(world, made, loss_of, steps=1), made.accounting.predicted(), made.accounting.measured()
+
+
+@pytest.mark.parametrize("norm_type", (2.0, float("inf")))
+def test_the_norm_counts_what_is_cut_and_what_is_whole_once(worlds, name, norm_type):
+    if name == "zeropp":
+        pytest.skip("quantized gradients have another norm; ZeRO++ without quantization stands for it")
+    ended = worlds(4).run(norms, name, norm_type)
+    expected, _ = worlds(2).run(partial(of_one, steps=1, clip_norm=0.1, norm_type=norm_type), "stage0_ddp")[0]
+    ((_, norm),) = expected
+    for steps, predicted, measured in ended:
+        assert steps[0][1] == norm
+        assert measured["wire_bytes_per_step"] == predicted["wire_bytes_per_step"]
+
+
+def overflow(world, name, poisoned):
+    """Step with an inf in the gradient of a cut weight on some ranks; return what the ranks did."""
+    made, loss_of = split_engine(world, name, precision="fp16", skip_norm=torch.inf)
+    before = whole(made)
+    weight = made.module.blocks[0].mlp.up.weight
+    hook = weight.register_hook(lambda gradient: gradient * torch.inf) if world.rank in poisoned else None
+    inputs, targets = made.module.inputs_and_targets(torch.zeros(2, made.module.window, dtype=torch.uint8))
+    made.backward(loss_of(made(inputs.to(world.device)), targets.to(world.device)))
+    result = made.step()
+    if hook:
+        hook.remove()
+    return result.skipped, made.loss_scaler.pardons, same_bits(before, whole(made))
+
+
+@pytest.mark.parametrize("poisoned", ((1,), (2, 3)))
+def test_an_overflow_on_one_rank_of_any_axis_skips_the_step_on_all(worlds, name, poisoned):
+    found = worlds(4).run(overflow, name, poisoned)
+    assert found == [(True, 1, True)] * 4
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(world, writer, reader, folder):
+    """Train on tensor ranks, save, train on; the same parts in another engine, in the whole model, and back."""
+    first, loss_of = split_engine(world, writer)
+    train(world, first, loss_of, steps=2)
+    first.save(folder, extra={"rank": world.rank})
+    second, loss_too = split_engine(world, reader, seed=1)
+    extra = second.load(folder)
+    one = make_engine(reader, seed=1)
+    one.load(folder, read=checkpoint.read)
+    joined = same_bits(one.full_state_dict(), whole(first))
+    one.save(f"{folder}-whole")
+    third, loss_three = split_engine(world, writer, seed=1)
+    third.load(f"{folder}-whole", read=checkpoint.read)
+    ended = []
+    for made, loss in ((first, loss_of), (second, loss_too), (third, loss_three)):
+        train(world, made, loss, steps=1)
+        ended.append(whole(made))
+    return extra, joined, same_bits(ended[0], ended[1]), same_bits(ended[0], ended[2])
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), list(zip(SEVEN, (*SEVEN[2:], *SEVEN[:2]), strict=True)), ids=lambda name: name
+)
+def test_parts_are_saved_joined_and_cut_again(worlds, tmp_path, writer, reader):
+    ended = worlds(4).run(saved_and_loaded, writer, reader, str(tmp_path / "saved"))
+    assert ended == [({"rank": rank}, True, True, True) for rank in range(4)]
+
+
+def refused_checkpoints(world, folder):
+    """What is said of folders that do not fit, by case."""
+    made, _ = split_engine(world, "stage1_os")
+    plain, said = make_engine("stage1_os"), {}
+    made.save(f"{folder}/parts")
+    plain.save(f"{folder}/whole")
+    said["parts, here the whole"] = message_of(plain.load, f"{folder}/parts")
+    said["a whole model saved among parts"] = message_of(plain.save, f"{folder}/parts")
+    said["the whole, here a part"] = message_of(made.load, f"{folder}/whole")
+    made.updates += made.axes.tensor.rank  # as if the save of one part had been interrupted
+    made.save(f"{folder}/interrupted")
+    said["parts of different saves"] = message_of(made.load, f"{folder}/interrupted")
+    said["parts of different saves, joined"] = message_of(plain.load, f"{folder}/interrupted", checkpoint.read)
+    if world.rank == 0:
+        shutil.rmtree(f"{folder}/interrupted/tensor-1-of-2")
+    dist.barrier()
+    said["a part is missing"] = message_of(made.load, f"{folder}/interrupted")
+    said["a part is missing, joined"] = message_of(plain.load, f"{folder}/interrupted", checkpoint.read)
+    groups = mesh(world.device.type, 1, 2, 2)
+    alone = make_engine("stage1_os", process_group=groups["data"].get_group())
+    said["two groups, one folder"] = message_of(alone.save, f"{folder}/shared")
+    return said
+
+
+REFUSED = {
+    "parts, here the whole": "it holds tensor-0-of-2, tensor-1-of-2, and this engine the whole model",
+    "a whole model saved among parts": "it holds tensor-0-of-2, and this engine the whole model; take another folder",
+    "the whole, here a part": "it holds the whole model, and this engine tensor-.-of-2; give engine.load read=",
+    "parts of different saves": "the number of updates differs",
+    "parts of different saves, joined": "its parts are of different saves",
+    "a part is missing": "it holds tensor-0-of-2, and this engine tensor-1-of-2",
+    "a part is missing, joined": "it holds tensor-0-of-2, and other parts are missing",
+}
+
+
+def test_folders_that_do_not_fit_are_refused_on_every_rank(worlds, tmp_path):
+    ended = worlds(4).run(refused_checkpoints, str(tmp_path))
+    for case, message in REFUSED.items():
+        for said in ended:
+            assert re.search(message, said[case] or "nothing"), case
+    told = [said["two groups, one folder"] for said in ended]
+    assert sum(message is None for message in told) == 2, "one group saves"
+    assert all("engines of parts of one model need model_parallel=" in message for message in told if message)
+
+
+# ---- at the door -----------------------------------------------------------------------------------------------
+
+
+def at_the_door(world, engine, case):
+    """The message of an engine that is built with options that do not fit, on several axes."""
+    grid, module = mesh(world.device.type, 1, 1, 2), models.build("gpt-tiny")
+    axes = Axes(tensor=grid["tensor"].get_group())
+    tensor.split(module, axes)
+    init, options = tensor.cut(models.initial_values(0), axes), {"process_group": grid["data"].get_group()}
+    if case == "no data-parallel group":
+        options = {}
+    if case == "no axes":
+        axes = 2
+    if case == "an unknown name":
+        axes.whole.add("ln_9.weight")
+    if case == "another clip_norm":
+        options["clip_norm"] = 1.0 + world.rank
+    if case == "what is whole differs":
+        tensor_of, seeds = init, models.initial_values(world.rank)
+        init = lambda name, tensor: seeds(name, tensor) if name == "wpe.weight" else tensor_of(name, tensor)  # noqa: E731
+        module = built(module, init)
+    return message_of(find_engine(engine), module, ADAMW, init=init, model_parallel=axes, **options)
+
+
+def built(module, init):
+    return models.materialize(module, init, "cuda" if torch.cuda.is_available() else "cpu") or module
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no data-parallel group", "process_group= and model_parallel= share ranks"),
+        ("no axes", "model_parallel=2: give common.ranks.axes.Axes"),
+        ("an unknown name", "model_parallel= names 'ln_9.weight', which is no parameter of the model"),
+        ("another clip_norm", "clip_norm differs between rank"),
+        ("what is whole differs", "parameter 'wpe.weight' differs between rank"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused_on_every_rank(worlds, name, case, message):
+    assert all(message in said for said in worlds(2).run(at_the_door, name, case))
