@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ class GPTConfig:
 class Attention(nn.Module):
     """Causal self-attention with `heads` heads: [batch, length, width] -> the same shape."""
 
+    attend = staticmethod(partial(F.scaled_dot_product_attention, is_causal=True))  # see `parallel.sequence`
+
     def __init__(self, config):
         super().__init__()
         self.head_width = config.width // config.heads  # a tensor-parallel rank has fewer heads, as wide as these
@@ -33,7 +36,7 @@ class Attention(nn.Module):
     def forward(self, x):
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [batch, length, 3, heads, head width]
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head width]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attend(query, key, value)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -74,6 +77,7 @@ class Decoder(nn.Module):
     predicts_text = True
     checkpoint_activations = None
     saving = nullcontext()
+    first_position = 0  # of this rank's part of a sequence
 
     def __init__(self, config):
         super().__init__()
@@ -85,6 +89,10 @@ class Decoder(nn.Module):
         """Split uint8 [batch, window] into two int64 [batch, window - 1], the second one byte ahead."""
         tokens = windows.long()
         return tokens[:, :-1], tokens[:, 1:]
+
+    def forward(self, inputs):
+        # Without a name here, so that the first block's input can be freed on the device.
+        return self.predict(run_blocks(self.blocks, self.embed(inputs), self.checkpoint_activations, self.saving))
 
 
 class GPT(Decoder):
@@ -101,8 +109,11 @@ class GPT(Decoder):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.wte.weight
 
-    def forward(self, inputs):
-        positions = torch.arange(inputs.shape[1], device=inputs.device)
-        # Without a name here, so that the first block's input can be freed on the device.
-        x = run_blocks(self.blocks, self.wte(inputs) + self.wpe(positions), self.checkpoint_activations, self.saving)
+    def embed(self, inputs):
+        """The first block's input, [batch, length, width]."""
+        positions = self.first_position + torch.arange(inputs.shape[1], device=inputs.device)
+        return self.wte(inputs) + self.wpe(positions)
+
+    def predict(self, x):
+        """The logits, from the last block's output."""
         return self.head(self.ln_f(x))

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.models.gpt import Decoder, GPTConfig
-from common.models.recompute import run_blocks
+from common.models.gpt import Attention, Decoder, GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +17,7 @@ class LlamaConfig(GPTConfig):
     hidden: int
 
 
-def rotate(x):
+def rotate(x, first_position=0):
     """Turn each pair of neighbouring features by an angle that grows with the position (RoPE).
 
     The dot product of a rotated query and a rotated key then depends on their distance alone.
@@ -26,6 +25,7 @@ def rotate(x):
 
     Args:
         x: [..., length, features], any floating dtype, `features` even.
+        first_position: that of the first row.
 
     Returns:
         The same shape and dtype.
@@ -34,7 +34,7 @@ def rotate(x):
     """
     length, features = x.shape[-2:]
     exponent = torch.arange(0, features, 2, device=x.device) / features
-    position = torch.arange(length, device=x.device)
+    position = first_position + torch.arange(length, device=x.device)
     angle = position[:, None] * 10000.0**-exponent  # [length, features / 2], fp32 in every precision
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., 0::2], x[..., 1::2]
@@ -48,6 +48,8 @@ class GroupedQueryAttention(nn.Module):
 
     Source: Ainslie et al., arXiv 2305.13245, sec. 2.2.
     """
+
+    attend, first_position = Attention.attend, 0  # of all heads; of this rank's part of a sequence
 
     def __init__(self, config):
         super().__init__()
@@ -63,10 +65,10 @@ class GroupedQueryAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def forward(self, x):
-        query = rotate(self.split_heads(self.query(x)))
-        key = rotate(self.split_heads(self.key(x))).repeat_interleave(self.group, dim=1)
+        query = rotate(self.split_heads(self.query(x)), self.first_position)
+        key = rotate(self.split_heads(self.key(x)), self.first_position).repeat_interleave(self.group, dim=1)
         value = self.split_heads(self.value(x)).repeat_interleave(self.group, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attend(query, key, value)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -113,6 +115,10 @@ class Llama(Decoder):
         self.norm_f = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
-    def forward(self, inputs):
-        x = run_blocks(self.blocks, self.wte(inputs), self.checkpoint_activations, self.saving)
+    def embed(self, inputs):
+        """The first block's input, [batch, length, width]."""
+        return self.wte(inputs)
+
+    def predict(self, x):
+        """The logits, from the last block's output."""
         return self.head(self.norm_f(x))

@@ -52,6 +52,9 @@ class HostActivations(saved_tensors_hooks):
 
     Args:
         engine: one of the stages' engines. Its traffic meter counts what crosses the bus.
+
+    Attributes:
+        last: the `Saved` before the next one; None between forwards.
     """
 
     def __init__(self, engine):  # not the base's __init__: the two hooks are methods here
@@ -59,11 +62,11 @@ class HostActivations(saved_tensors_hooks):
         engine.holders.add(self)
         self._host, self._bus = Host(engine.comm), Bus(engine.comm)
         self._user_of = {}  # memory on the host, uint8 [bytes] -> a weak reference to its last `Saved`
-        self._last = self._in_flight = None
+        self.last = self._in_flight = None
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._last = None
+        self.last = None
 
     def __reduce__(self):
         return nullcontext, ()  # copies of the model have no engine
@@ -73,10 +76,10 @@ class HostActivations(saved_tensors_hooks):
         goes = tensor.device == self.comm.device and tensor.numel() > 0
         if not goes or inside_backward():  # what a recomputation saves is used at once
             return tensor
-        saved = Saved(torch.empty_like(tensor, device="meta"), self._last)
+        saved = Saved(torch.empty_like(tensor, device="meta"), self.last)
         saved.on_host = self._lend(saved)
         self._move("to_host", saved, tensor)
-        self._last = saved
+        self.last = saved
         return saved
 
     def unpack_hook(self, saved):

@@ -12,7 +12,9 @@ from common import models
 from common.data import Batches
 from common.engines import find_engine
 from common.ranks.axes import Axes
+from common.tiers.activations import HostActivations
 from parallel import tensor
+from parallel.activations import PartitionedActivations
 
 AXES = ("pipeline", "data", "tensor")
 
@@ -37,8 +39,11 @@ def on_one_thread(function):
     return call
 
 
-def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, **options):
-    """An engine around a zoo model that `ranks` tensor ranks hold, and the loss of its outputs."""
+def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=None, partitioned=None, **options):
+    """An engine around a zoo model that `ranks` tensor ranks hold, and the loss of its outputs.
+
+    Its activation checkpoints, of a kind, are `partitioned` on the "device" or the "host", or not.
+    """
     grid = mesh(world.device.type, 1, world.size // ranks, ranks)
     axes, module = Axes(tensor=grid["tensor"].get_group()), models.build(model) if isinstance(model, str) else model
     tensor.split(module, axes)
@@ -46,6 +51,10 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, **options):
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
     group = grid["data"].get_group()
     made = find_engine(engine)(module, ADAMW, init=init, process_group=group, model_parallel=axes, **options)
+    if checkpoints:
+        module.checkpoint_activations = checkpoints
+    if partitioned:
+        module.saving = PartitionedActivations(axes, HostActivations(made) if partitioned == "host" else None)
     return made, tensor.VocabParallelLoss(axes)
 
 
@@ -57,6 +66,8 @@ def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1):
         windows = batches.of(step, world.rank // ranks, world.size // ranks).to(world.device)
         total = 0.0
         made.comm.traffic.reset()
+        if made.axes.tensor:
+            made.axes.tensor.traffic.reset()
         for part in windows.chunk(micro_batches):
             inputs, targets = made.module.inputs_and_targets(part)
             loss = loss_of(made(inputs), targets) / micro_batches

@@ -1,0 +1,70 @@
+"""Sequence parallelism, Ulysses: a rank holds a part of each sequence, and in attention all of it for some heads.
+
+    [batch, heads, length / N, head width]      a rank's tokens, all heads
+        all-to-all   3 (N-1)/N Ψ_a sent         queries, keys, values
+    [batch, heads / N, length, head width]      all tokens, a rank's heads: attention
+        all-to-all     (N-1)/N Ψ_a sent         the result
+    [batch, heads, length / N, head width]
+
+with Ψ_a bytes of such a tensor; in backward the same. Everything else works token by token. Sequence ranks hold the
+same weights, so they belong to the engine's data-parallel group, with any engine: the mean over them is over tokens.
+
+Source: DeepSpeed Ulysses, arXiv 2309.14509, sec. 3.
+"""
+
+import torch
+
+from common.errors import InputError
+
+
+def swap(tensor, comm, scatter, gather):
+    """All-to-all: scatter dimension `scatter` over the ranks, and gather dimension `gather` from them."""
+    parts = torch.stack(tensor.chunk(comm.size, dim=scatter))
+    received = torch.empty_like(parts)
+    comm.all_to_all(parts.view(-1), received.view(-1), "a sequence-parallel swap").wait()
+    return torch.cat(list(received), dim=gather)
+
+
+class Swap(torch.autograd.Function):
+    """`swap`; its gradient is swapped back."""
+
+    @staticmethod
+    def forward(context, tensor, comm, scatter, gather):
+        context.back = comm, gather, scatter
+        return swap(tensor, comm, scatter, gather)
+
+    @staticmethod
+    def backward(context, gradient):
+        return swap(gradient, *context.back), None, None, None
+
+
+class Ulysses:
+    """Attention over all tokens by heads: `attend(query, key, value)`, each [batch, heads, length / N, head width]."""
+
+    def __init__(self, attend, comm):
+        self.attend, self.comm = attend, comm
+
+    def __call__(self, *tensors):
+        return Swap.apply(self.attend(*(Swap.apply(tensor, self.comm, 1, 2) for tensor in tensors)), self.comm, 2, 1)
+
+
+def split(model, comm):
+    """Have a zoo model compute a part of each sequence: that of this rank of `comm`, a `Collectives`.
+
+    Raises:
+        InputError: the ranks do not divide the heads or the sequence.
+    """
+    length, attention = model.window - 1, model.blocks[0].attention
+    heads = attention.out.in_features // attention.head_width
+    for number, what in ((heads, "heads"), (length, "tokens of a sequence")):
+        if number % comm.size:
+            raise InputError(f"{comm.size} sequence ranks do not divide the {number} {what}")
+    for module in (model, *(block.attention for block in model.blocks)):
+        module.first_position = comm.rank * length // comm.size
+    for block in model.blocks:
+        block.attention.attend = Ulysses(block.attention.attend, comm)
+
+
+def part(tokens, comm):
+    """This rank's part of tokens [batch, length]."""
+    return tokens.chunk(comm.size, dim=1)[comm.rank]

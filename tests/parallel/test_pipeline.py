@@ -1,0 +1,133 @@
+"""Pipeline parallelism: torch's schedules around an engine, to the bits of accumulation on the whole model."""
+
+import contextlib
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from split_training import mesh, on_one_thread
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.optim import SGD
+from training import BUCKET_MB, SEVEN, message_of, text
+
+from common import models
+from common.data import Batches
+from common.engines import find_engine
+from common.ranks.axes import Axes
+from parallel import pipeline
+
+SAMPLES = 16  # of a step, over all data ranks
+WIDTH, LENGTH, VOCABULARY = 16, 16, 256  # of the zoo's tiny models
+SGD_1 = partial(SGD, lr=0.1)  # it would show a factor on the gradients, which Adam hides
+
+
+def untied(model):
+    built = models.build(model)
+    pipeline.untie(built)
+    return built
+
+
+@on_one_thread
+def of_stages(world, name, model="gpt-tiny", micro_batches=4, schedule=Schedule1F1B, steps=3, **options):
+    """Train on two pipeline stages; return losses, norms, this rank's weights and what it sent in the last step."""
+    grid = mesh(world.device.type, 2, world.size // 2, 1)
+    axes, module = Axes(pipeline=grid["pipeline"].get_group()), untied(model)
+    pipeline.keep_stage(module, axes.pipeline)
+    made = find_engine(name)(
+        module, SGD_1, init=models.initial_values(0), process_group=grid["data"].get_group(), model_parallel=axes,
+        bucket_mb=BUCKET_MB, deterministic=True, **options,
+    )  # fmt: skip
+    data = made.world_size
+    stage = pipeline.Stage(made, (SAMPLES // data // micro_batches, LENGTH, WIDTH), VOCABULARY)
+    runs = schedule(stage, micro_batches, pipeline.mean(models.loss, micro_batches), scale_grads=False)
+    batches, found = Batches(text(), LENGTH + 1, SAMPLES), []
+    for step in range(steps):
+        made.comm.traffic.reset()
+        axes.pipeline.traffic.reset()
+        inputs, targets = made.module.inputs_and_targets(batches.of(step, made.rank, data).to(world.device))
+        losses = []
+        runs.step(*([inputs] if stage.is_first else []), target=targets if stage.is_last else None, losses=losses)
+        found.append((sum(loss.item() for loss in losses), made.step().norm))
+    sent = (
+        made.comm.traffic.by_collective(),
+        made.predicted_wire_bytes_per_step(),
+        axes.pipeline.traffic.by_collective(),
+    )
+    return found, made.full_state_dict(), sent
+
+
+@on_one_thread
+def of_whole(world, name, model="gpt-tiny", micro_batches=4, steps=3, **options):
+    """The same with the whole model on every data rank, and its micro-batches accumulated."""
+    made = find_engine(name)(
+        untied(model), SGD_1, init=models.initial_values(0), bucket_mb=BUCKET_MB, deterministic=True, **options
+    )
+    batches, found = Batches(text(), LENGTH + 1, SAMPLES), []
+    for step in range(steps):
+        losses, parts = [], batches.of(step, world.rank, world.size).to(world.device).chunk(micro_batches)
+        for number, part in enumerate(parts, start=1):
+            inputs, targets = made.module.inputs_and_targets(part)
+            with made.no_sync() if number < micro_batches else contextlib.nullcontext():
+                losses.append(models.loss(made(inputs), targets) / micro_batches)
+                made.backward(losses[-1])
+        found.append((sum(loss.item() for loss in losses), made.step().norm))
+    return found, made.full_state_dict()
+
+
+KINDS = (("gpt-tiny", "fp32"), ("llama-tiny", "bf16"), ("gpt-tiny", "fp16"))
+CELLS = list(itertools.product((Schedule1F1B, ScheduleGPipe), (1, 2), KINDS, SEVEN))
+SAMPLED = [pytest.param(*cell, marks=[] if n % 8 == 0 else pytest.mark.exhaustive) for n, cell in enumerate(CELLS)]
+
+
+@pytest.mark.parametrize(("schedule", "data", "kind", "one"), SAMPLED)
+def test_stages_have_the_bits_of_the_whole_model(worlds, schedule, data, kind, one):
+    options = dict(zip(("model", "precision"), kind, strict=True), clip_norm=0.5)
+    ended = worlds(2 * data).run(partial(of_stages, schedule=schedule, **options), one)
+    expected, weights = worlds(data).run(partial(of_whole, **options), one)[0]
+    first, last = ended[0], ended[data]
+    assert [norm for _, norm in first[0]] == [norm for _, norm in expected]
+    assert last[0] == expected
+    for name, value in (first[1] | last[1]).items():
+        assert torch.equal(value, weights[name]), name
+    for steps, _, (sent, predicted, _) in ended:
+        assert sent == predicted or steps[-1][1] is None, "a step that overflows sends no parameters"
+
+
+OVER_STAGE_1 = {"stage1_os": (1, 1, 1), "stage2_grad": (1.5, 2.5, 4.5), "stage3_param": (2.77, 5.3, 10.37)}
+
+
+@pytest.mark.parametrize("one", OVER_STAGE_1)
+def test_what_a_step_sends_grows_with_its_micro_batches_from_stage_2_on(worlds, one):
+    """The README's table: what the first stage's data axis sends with 2, 4 and 8, over stage 1's constant."""
+
+    def sent(name, number):
+        return sum(worlds(4).run(partial(of_stages, micro_batches=number, steps=2), name)[0][2][0].values())
+
+    constant = sent("stage1_os", 2)
+    assert [sent(one, number) / constant for number in (2, 4, 8)] == pytest.approx(OVER_STAGE_1[one], rel=0.005)
+
+
+def test_the_pipeline_axis_sends_a_samples_activations_and_their_gradients_once(worlds):
+    once = SAMPLES * LENGTH * WIDTH * 4
+    ended = worlds(2).run(of_stages, "stage1_os")
+    assert [axis for _, _, (_, _, axis) in ended] == [{"send activations": once}, {"send gradients": once}]
+
+
+def refused(world):
+    """What is said of stages that do not fit."""
+    grid = mesh(world.device.type, 2, 1, 1)
+    axes, tied, odd = Axes(pipeline=grid["pipeline"].get_group()), models.build("gpt-tiny"), untied("gpt-tiny")
+    del odd.blocks[1]
+    return [
+        message_of(pipeline.keep_stage, tied, axes.pipeline),
+        message_of(pipeline.keep_stage, odd, axes.pipeline),
+        message_of(pipeline.Stage, untied("gpt-tiny"), (1, LENGTH, WIDTH), VOCABULARY),
+    ]
+
+
+def test_models_that_no_pipeline_takes_are_refused_in_a_line(worlds):
+    for tied, odd, module in worlds(2).run(refused):
+        assert "write pipeline.untie(model)" in tied
+        assert odd == "2 pipeline ranks do not divide the 1 layers"
+        assert "a stage runs an engine" in module
