@@ -7,7 +7,7 @@ reduce in every one, as they keep no whole gradient, and stage 3 gathers as ofte
     axes = Axes(pipeline=mesh["pipeline"].get_group())
     keep_stage(model, axes.pipeline)
     engine = Engine(model, ..., process_group=mesh["data"].get_group(), model_parallel=axes)
-    stage = Stage(engine, (samples, length, width), vocabulary)
+    stage = Stage(engine, samples)
     schedule = Schedule1F1B(stage, micro_batches, mean(loss_of, micro_batches), scale_grads=False)
     schedule.step(inputs)                                on the first stage
     schedule.step(target=targets, losses=losses)         on the last stage
@@ -88,29 +88,24 @@ class Stage(PipelineStage):
 
     Args:
         engine: built with `model_parallel`, its model from `keep_stage`.
-        shape: of activations between stages: (samples of a micro-batch, length, width).
-        columns: of the logits on the last stage: the vocabulary, or a tensor rank's part of it.
+        samples: in a micro-batch.
 
     Raises:
         InputError: it is no engine, or has no pipeline axis.
     """
 
-    def __init__(self, engine, shape, columns):
+    def __init__(self, engine, samples):
         if not isinstance(engine, EngineBase) or engine.axes.pipeline is None:
             raise InputError("a stage runs an engine built with model_parallel=Axes(pipeline=group), not its module")
-        self.engine, comm = engine, engine.axes.pipeline
-        x = torch.empty(shape, dtype=engine.dtype, device="meta", requires_grad=True)
-        logits = torch.empty(*shape[:2], columns, dtype=engine.dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+        self.engine, comm, model = engine, engine.axes.pipeline, engine.module
+        block = next(block for block in model.blocks if not isinstance(block, nn.Identity))
+        shape = samples, model.window - 1, block.attention.out.out_features
         first, last = comm.rank == 0, comm.rank == comm.size - 1
+        x = torch.empty(shape, dtype=engine.dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+        out = x.new_empty((*shape[:2], len(model.head.weight)), requires_grad=True) if last else x
         super().__init__(
-            _Forward(engine),
-            comm.rank,
-            comm.size,
-            engine.comm.device,
-            tokens if first else x,
-            logits if last else x,
-            group=comm.group,
+            _Forward(engine), comm.rank, comm.size, engine.comm.device, tokens if first else x, out, group=comm.group
         )
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):

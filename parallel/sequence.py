@@ -8,6 +8,7 @@
 
 with Ψ_a bytes of such a tensor; in backward the same. Everything else works token by token. Sequence ranks hold the
 same weights, so they belong to the engine's data-parallel group, with any engine: the mean over them is over tokens.
+A rank's activations are an N-th, and one tensor more per block: attention's result is kept before and after its swap.
 
 Source: DeepSpeed Ulysses, arXiv 2309.14509, sec. 3.
 """
@@ -18,7 +19,7 @@ from common.errors import InputError
 
 
 def swap(tensor, comm, scatter, gather):
-    """All-to-all: scatter dimension `scatter` over the ranks, and gather dimension `gather` from them."""
+    """All-to-all: scatter one dimension over the ranks, and gather the other; 1 is the heads, 2 the length."""
     parts = torch.stack(tensor.chunk(comm.size, dim=scatter))
     received = torch.empty_like(parts)
     comm.all_to_all(parts.view(-1), received.view(-1), "a sequence-parallel swap").wait()

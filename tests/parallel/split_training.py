@@ -1,16 +1,22 @@
 """What ranks run on several axes: an engine around a model that is split."""
 
 import functools
+import json
+import tempfile
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from pieces import in_pieces
 from pieces import loss as loss_in_pieces
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import ADAMW, BUCKET_MB, text
 
 from common import models
 from common.data import Batches
 from common.engines import find_engine
+from common.models.gpt import GPT, FeedForward, GPTConfig
 from common.ranks.axes import Axes
 from common.tiers.activations import HostActivations
 from parallel import tensor
@@ -39,13 +45,51 @@ def on_one_thread(function):
     return call
 
 
+def allocated(run):
+    """Bytes of CPU memory that a call leaves allocated, by the events in torch's profiler, and what it returns."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = run()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]"), result
+
+
+class Drops(FeedForward):
+    """A feed-forward layer with dropout inside the region that is cut, and after it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inside, self.after = tensor.CutDropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.after(self.down(self.inside(F.gelu(self.up(x)))))
+
+
+def dropping():
+    return GPT(GPTConfig(layers=2, width=16, heads=2, sequence=16), Drops)
+
+
+def three_heads():
+    """A model that three tensor ranks can hold; its vocabulary is padded then."""
+    return GPT(GPTConfig(layers=2, width=24, heads=3, sequence=16))
+
+
+def build(model):
+    """A model on the meta device, of the zoo or by a function."""
+    if isinstance(model, str):
+        return models.build(model)
+    with torch.device("meta"):
+        return model()
+
+
 def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=None, partitioned=None, **options):
     """An engine around a zoo model that `ranks` tensor ranks hold, and the loss of its outputs.
 
     Its activation checkpoints, of a kind, are `partitioned` on the "device" or the "host", or not.
     """
     grid = mesh(world.device.type, 1, world.size // ranks, ranks)
-    axes, module = Axes(tensor=grid["tensor"].get_group()), models.build(model) if isinstance(model, str) else model
+    axes, module = Axes(tensor=grid["tensor"].get_group()), build(model)
     tensor.split(module, axes)
     init = tensor.cut(models.initial_values(seed), axes)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
@@ -99,8 +143,7 @@ def of_split(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1,
 @on_one_thread
 def of_one(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1, pieces=True, **options):
     """The same on data ranks alone: the whole model, or the pieces of `ranks` tensor ranks one after the other."""
-    module = models.build(model) if isinstance(model, str) else model
-    module = in_pieces(module, ranks) if pieces else module
+    module = in_pieces(build(model), ranks) if pieces else build(model)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
     made = find_engine(engine)(module, ADAMW, init=models.initial_values(0), **options)
     loss_of = loss_in_pieces if pieces else models.loss

@@ -1,13 +1,10 @@
 """P_a: each tensor rank keeps its part of what a checkpoint saves; bits stay."""
 
-import json
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from split_training import of_split, on_one_thread, split_engine, train
+from split_training import allocated, of_split, on_one_thread, split_engine, train
 from training import SEVEN, same_bits
 
 from common.models.recompute import KINDS
@@ -25,16 +22,6 @@ def test_partitioned_checkpoints_change_no_bit(worlds, one, kind):
         steps, weights = worlds(2).run(partial(of_split, partitioned=where, **options), one)[0]
         assert steps == expected[0]
         assert same_bits(weights, expected[1])
-
-
-def allocated(run):
-    """Bytes of CPU memory that a call leaves allocated, by the events in torch's profiler, and what it returns."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        result = run()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profile.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]"), result
 
 
 @on_one_thread

@@ -18,7 +18,7 @@ from common.ranks.axes import Axes
 from parallel import pipeline
 
 SAMPLES = 16  # of a step, over all data ranks
-WIDTH, LENGTH, VOCABULARY = 16, 16, 256  # of the zoo's tiny models
+WIDTH, LENGTH = 16, 16  # of the zoo's tiny models
 SGD_1 = partial(SGD, lr=0.1)  # it would show a factor on the gradients, which Adam hides
 
 
@@ -39,7 +39,7 @@ def of_stages(world, name, model="gpt-tiny", micro_batches=4, schedule=Schedule1
         bucket_mb=BUCKET_MB, deterministic=True, **options,
     )  # fmt: skip
     data = made.world_size
-    stage = pipeline.Stage(made, (SAMPLES // data // micro_batches, LENGTH, WIDTH), VOCABULARY)
+    stage = pipeline.Stage(made, SAMPLES // data // micro_batches)
     runs = schedule(stage, micro_batches, pipeline.mean(models.loss, micro_batches), scale_grads=False)
     batches, found = Batches(text(), LENGTH + 1, SAMPLES), []
     for step in range(steps):
@@ -122,7 +122,7 @@ def refused(world):
     return [
         message_of(pipeline.keep_stage, tied, axes.pipeline),
         message_of(pipeline.keep_stage, odd, axes.pipeline),
-        message_of(pipeline.Stage, untied("gpt-tiny"), (1, LENGTH, WIDTH), VOCABULARY),
+        message_of(pipeline.Stage, untied("gpt-tiny"), 1),
     ]
 
 

@@ -1,0 +1,97 @@
+"""Ulysses: a rank has a part of each sequence, and in attention all of it for some heads."""
+
+from functools import partial
+
+import pytest
+import torch
+from split_training import allocated, on_one_thread
+from training import SEVEN, make_engine, message_of, text
+
+from common import models
+from common.data import Batches
+from common.ranks.collectives import Collectives
+from parallel import sequence
+
+SAMPLES = 4
+
+
+@on_one_thread
+def logits(world, model, precision):
+    """The logits of some samples: this rank's part of each sequence, and all of them by a whole model."""
+    found = {}
+    windows = Batches(text(), models.build(model).window, SAMPLES).of(0, 0, 1).to(world.device)
+    for cut in (True, False):
+        module = models.build(model)
+        inputs, _ = module.inputs_and_targets(windows)
+        if cut:
+            comm = Collectives()
+            sequence.split(module, comm)
+            inputs = sequence.part(inputs, comm)
+        made = make_engine("stage0_ddp", module, precision=precision)
+        with torch.no_grad():
+            found[cut] = made(inputs).cpu()
+    return found[True], found[False]
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("gpt-tiny", 2), ("llama-tiny", 2), ("llama-tiny", 4)])
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+def test_a_forward_in_parts_has_the_bits_of_one_rank(worlds, model, ranks, precision):
+    parts, (whole, *_) = zip(*worlds(ranks).run(logits, model, precision), strict=True)
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+@on_one_thread
+def trained(world, name, cut, model="gpt-tiny", steps=3, **options):
+    """The losses and norms of some steps on the same samples, each rank with a part of their sequences or samples."""
+    module, found = models.build(model), []
+    comm = Collectives()
+    if cut:
+        sequence.split(module, comm)
+    made = make_engine(name, module, **options)
+    for step in range(steps):
+        windows = Batches(text(), module.window, SAMPLES).of(step, *((0, 1) if cut else (world.rank, world.size)))
+        both = made.module.inputs_and_targets(windows.to(world.device))
+        inputs, targets = (sequence.part(tokens, comm) for tokens in both) if cut else both
+        loss = models.loss(made(inputs), targets)
+        made.backward(loss)
+        found.append((float(comm.everyones(loss.detach().view(1)).mean()), made.step().norm))
+    return found, made.full_state_dict()
+
+
+@pytest.mark.parametrize("one", SEVEN)
+def test_every_engine_trains_on_parts_of_sequences_as_on_samples(worlds, one):
+    options = {"clip_norm": 0.5, "model": "llama-tiny"}
+    steps, weights = worlds(2).run(partial(trained, cut=True, **options), one)[0]
+    expected, _ = worlds(2).run(partial(trained, cut=False, **options), one)[0]
+    assert torch.tensor(steps).numpy() == pytest.approx(torch.tensor(expected).numpy(), rel=1e-5)
+    same, theirs = worlds(2).run(partial(trained, cut=True, **options), "stage0_ddp")[0]
+    assert steps == same
+    assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+
+
+@on_one_thread
+def held(world, cut):
+    """Bytes that a forward leaves for its backward."""
+    module, comm = models.build("gpt-nano"), Collectives()
+    if cut:
+        sequence.split(module, comm)
+    made = make_engine("stage0_ddp", module)
+    inputs = torch.zeros(SAMPLES, module.window - 1, dtype=torch.int64, device=world.device)
+    inputs = sequence.part(inputs, comm) if cut else inputs
+    return allocated(lambda: models.loss(made(inputs), inputs))[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it counts the CPU's allocations")
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_activations_are_an_nth_and_one_tensor_more_per_block(worlds, ranks):
+    blocks, tensor = 4, 4 * SAMPLES * 128 * 96  # of gpt-nano
+    whole = worlds(ranks).run(held, False)[0]
+    assert worlds(ranks).run(held, True)[0] * ranks == pytest.approx(whole + blocks * tensor, rel=0.01)
+
+
+def refused(world):
+    return message_of(sequence.split, models.build("gpt-tiny"), Collectives())
+
+
+def test_ranks_that_do_not_divide_heads_are_refused_in_a_line(worlds):
+    assert worlds(3).run(refused) == ["3 sequence ranks do not divide the 2 heads"] * 3
