@@ -5,6 +5,7 @@ import functools
 
 import infinity_probes
 import offload_probes
+import parallel_probes
 import pytest
 import stage_mutants
 import torch
@@ -21,6 +22,7 @@ LISTS = [
     read("offload", ("offload",), SHARED | vars(offload_probes)),
     read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
     read("zeropp", (), vars(zeropp_probes), size=4),
+    read("parallel", ("stage1_os",), vars(parallel_probes), size=4),
 ]
 MUTANTS = [mutant for mutants in LISTS for mutant in mutants]
 CASES = [(mutant, engine) for mutant in MUTANTS for engine in mutant.engines]
@@ -79,6 +81,6 @@ def test_no_probe_finds_a_fault_in_a_healthy_engine(worlds, tmp_path, probe, nam
 
 
 def test_the_page_says_how_many_faults_are_planted():
-    numbers = "{} faults are planted in the stages, {} in Offload, {} in Infinity, {} in ZeRO++"
+    numbers = "{} faults are planted in the stages, {} in Offload, {} in Infinity, {} in ZeRO++, {} in `parallel/`"
     page = " ".join((ROOT / "tests/README.md").read_text().split())
     assert numbers.format(*map(len, LISTS)) in page
