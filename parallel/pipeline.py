@@ -38,25 +38,25 @@ def untie(model):
 def keep_stage(model, comm):
     """Leave of a zoo model's blocks those of this pipeline rank, in place; the first also embeds, the last predicts.
 
-    Parameters keep their names.
+    Parameters keep their names. If the ranks do not divide the layers, embedding and head may count as one each: BLOOM
+    (arXiv 2211.05100, sec. 3.4) has 70 layers on 12 stages, 5 on the first and on the last.
 
     Raises:
         InputError: the ranks do not divide the layers, or the head is tied to the embedding.
     """
     layers, first, last = len(model.blocks), comm.rank == 0, comm.rank == comm.size - 1
-    if layers % comm.size:
+    ends = 1 if layers % comm.size else 0
+    if (layers + 2 * ends) % comm.size:
         raise InputError(f"{comm.size} pipeline ranks do not divide the {layers} layers")
     if model.head.weight is model.wte.weight:
         raise InputError(
             "the head is tied to the embedding, and they are on different stages; write pipeline.untie(model)"
         )
-    each = layers // comm.size
-    own = range(comm.rank * each, (comm.rank + 1) * each)
+    each = (layers + 2 * ends) // comm.size
+    own = range(layers)[max(0, comm.rank * each - ends) : (comm.rank + 1) * each - ends]
     for number in set(range(layers)) - set(own):
         model.blocks[number] = nn.Identity()  # keeps the others' names
-    ends = [] if first else ["wte", "wpe"]
-    ends += [] if last else ["ln_f", "norm_f", "head"]
-    for name in ends:
+    for name in (() if first else ("wte", "wpe")) + (() if last else ("ln_f", "norm_f", "head")):
         if hasattr(model, name):
             delattr(model, name)
     model.forward = partial(_forward, model, [model.blocks[number] for number in own], first, last)

@@ -53,8 +53,10 @@ def split(model, comm):
     """Have a zoo model compute a part of each sequence: that of this rank of `comm`, a `Collectives`.
 
     Raises:
-        InputError: the ranks do not divide the heads or the sequence.
+        InputError: the ranks do not divide the heads or the sequence, or the model has no attention.
     """
+    if not hasattr(model, "predict"):
+        raise InputError("the zoo's GPT and Llama alone take parts of sequences")
     length, attention = model.window - 1, model.blocks[0].attention
     heads = attention.out.in_features // attention.head_width
     for number, what in ((heads, "heads"), (length, "tokens of a sequence")):

@@ -123,8 +123,8 @@ class CutDropout(nn.Dropout):
     rank = 0  # the tensor rank; `split` sets it
 
     def forward(self, x):
-        if not self.training or self.p == 0:
-            return x
+        if not self.training or self.p in (0, 1):  # nothing is drawn
+            return super().forward(x)
         seed = int(torch.randint(2**62, ())) + self.rank
         keep = torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device) >= self.p
         return x * keep / (1 - self.p)
@@ -134,18 +134,20 @@ class VocabParallelLoss:
     """`common.models.loss` of logits whose columns are cut: [..., vocabulary / T] and int64 [...] to a scalar."""
 
     def __init__(self, axes):
-        self.comm, self.vocabulary = axes.tensor, axes.cuts.get("head.weight", axes.cuts.get("wte.weight")).size
+        self.comm, self.cuts = axes.tensor, axes.cuts
 
     def __call__(self, logits, targets):
+        vocabulary = self.cuts.get("head.weight", self.cuts.get("wte.weight")).size
         logits, targets = logits.flatten(0, -2).float(), targets.flatten()
         first, columns = self.comm.rank * logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
-        logits = logits.masked_fill(first + columns >= self.vocabulary, -torch.inf)  # padding
+        logits = logits.masked_fill(first + columns >= vocabulary, -torch.inf)  # padding
         logits = logits - self.comm.maximum(logits.detach().amax(dim=1), "the largest logits")[:, None]
         own = targets - first
         others = (own < 0) | (own >= len(columns))
         of_target = logits.gather(1, own.masked_fill(others, 0)[:, None])[:, 0].masked_fill(others, 0)
         total, of_target = AddUp.apply(torch.stack([logits.exp().sum(dim=1), of_target]), self.comm)
-        return (total.log() - of_target)[targets != IGNORED].mean()
+        counts = targets != IGNORED
+        return ((total.log() - of_target) * counts).sum() / counts.sum()
 
 
 def split(model, axes):

@@ -26,6 +26,7 @@ class Axes:
     Args:
         tensor, pipeline: this rank's process group on that axis; None if the axis has one rank.
         whole: names of the parameters that all tensor ranks hold whole, such as norms, with equal values.
+        deterministic: add in rank order with NCCL too. gloo always does.
 
     Attributes:
         tensor, pipeline: `Collectives`, each with a lane and a meter of its own; None for an axis of one rank.
@@ -34,8 +35,9 @@ class Axes:
     Source: Megatron-LM, arXiv 1909.08053, sec. 3; the names of axes are those of its successor, arXiv 2104.04473.
     """
 
-    def __init__(self, tensor=None, pipeline=None, whole=()):
-        self.tensor, self.pipeline = (group and Collectives(group, deterministic=True) for group in (tensor, pipeline))
+    def __init__(self, tensor=None, pipeline=None, whole=(), deterministic=False):
+        self.tensor = tensor and Collectives(tensor, deterministic=deterministic)
+        self.pipeline = pipeline and Collectives(pipeline, deterministic=deterministic)
         self.whole, self.cuts = set(whole), {}
 
     @property

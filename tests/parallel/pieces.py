@@ -82,4 +82,4 @@ def loss(logits, targets):
     largest = torch.stack([piece.detach().amax(dim=1) for piece in pieces]).amax(dim=0)
     pieces = [piece - largest[:, None] for piece in pieces]
     total = InRankOrder.apply(*[piece.exp().sum(dim=1) for piece in pieces])
-    return (total.log() - torch.cat(pieces, dim=1).gather(1, targets[:, None])[:, 0]).mean()
+    return (total.log() - torch.cat(pieces, dim=1).gather(1, targets[:, None])[:, 0]).sum() / len(targets)

@@ -89,7 +89,7 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=N
     Its activation checkpoints, of a kind, are `partitioned` on the "device" or the "host", or not.
     """
     grid = mesh(world.device.type, 1, world.size // ranks, ranks)
-    axes, module = Axes(tensor=grid["tensor"].get_group()), build(model)
+    axes, module = Axes(tensor=grid["tensor"].get_group(), deterministic=True), build(model)
     tensor.split(module, axes)
     init = tensor.cut(models.initial_values(seed), axes)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
