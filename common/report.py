@@ -4,6 +4,8 @@ MOVED = {  # besides the collectives
     "internode_bytes_per_step": "sent to other nodes by {}",
     "bus_bytes_per_step": "{} over the bus",
     "disk_bytes_per_step": "disk {}",
+    "tensor_bytes_per_step": "tensor axis, {} sent",
+    "pipeline_bytes_per_step": "pipeline axis, {} sent",
 }
 
 

@@ -42,9 +42,9 @@ class PartitionedActivations(saved_tensors_hooks):
 
     def pack_hook(self, tensor):
         """Return the `Part` that stands for a tensor."""
-        if (
-            inside_backward() or not tensor.is_floating_point() or not tensor.numel()
-        ):  # what recomputation saves is used at once
+        if inside_backward():  # what a recomputation saves is used at once
+            return tensor
+        if not tensor.is_floating_point() or not tensor.numel():
             return tensor
         share = round_up(tensor.numel(), self.comm.size) // self.comm.size
         own = tensor.new_zeros(share)

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,15 @@ class GPTConfig:
     vocabulary: int = 256
 
 
+def attend(query, key, value):
+    """Causal attention, each [batch, heads, length, head width]; `parallel.sequence` puts another in its place."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention with `heads` heads: [batch, length, width] -> the same shape."""
 
-    attend = staticmethod(partial(F.scaled_dot_product_attention, is_causal=True))  # see `parallel.sequence`
+    attend = staticmethod(attend)
 
     def __init__(self, config):
         super().__init__()

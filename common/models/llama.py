@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.models.gpt import Attention, Decoder, GPTConfig
+from common.models.gpt import Decoder, GPTConfig, attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class GroupedQueryAttention(nn.Module):
     Source: Ainslie et al., arXiv 2305.13245, sec. 2.2.
     """
 
-    attend, first_position = Attention.attend, 0  # of all heads; of this rank's part of a sequence
+    attend, first_position = staticmethod(attend), 0  # the latter of this rank's part of a sequence
 
     def __init__(self, config):
         super().__init__()

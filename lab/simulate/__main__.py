@@ -39,6 +39,8 @@ def main(arguments=None):
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to simulate (%(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
+    for axis in ("tensor", "pipeline"):
+        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{axis}-parallel ranks (%(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
     micro = "samples of a rank's micro-batch (%(default)s)"
     parser.add_argument("--batch", type=int, default=1, metavar="B", help=micro)
@@ -77,7 +79,7 @@ def main(arguments=None):
 
 def setting_of(options):
     """What the options ask for, or an InputError."""
-    check_counts(options, "batch", "seq", "accumulate")
+    check_counts(options, "batch", "seq", "accumulate", "tensor", "pipeline")
     dtype_of(options.precision)
     if options.trace and not options.hardware:
         raise InputError(f"--trace {options.trace}: add --hardware, which gives its times")
@@ -123,8 +125,10 @@ def results_of(options, engine, setting, row):
 
 def _place(results):
     nodes = results["world_size"] // (results["ranks_per_node"] or results["world_size"])
+    parts = results["tensor"] * results["pipeline"]
+    part = f" in this of {parts} parts" if parts > 1 else ""
     return (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}\n"
+        f"{results['model']}, {results['parameters']:,} parameters{part}, {results['precision']}\n"
         f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}"
     )
 

@@ -38,10 +38,12 @@ from common.ranks.nodes import check_ranks_per_node
 from common.tensors import fake_tensors, tensors_in, tensors_of_state
 from common.tiers.accounting import STATES
 from common.tiers.activations import HostActivations, predicted_moves
+from lab.simulate import axes
 from lab.simulate.clock import Clock
 from lab.simulate.hardware import Hardware
 from lab.simulate.moments import Moments
 from lab.simulate.own import Foreign, batch_of, loss_of, model_of, tokens_of
+from parallel.train import cut
 
 NEED_VALUES = (
     fake_tensor.DataDependentOutputException,  # .item(), bool(tensor)
@@ -224,6 +226,8 @@ class Setting:
     accumulate: int = 1  # micro-batches of a step
     no_sync: bool = False  # only the last is reduced
     optimizer: Callable = ADAMW  # from parameters to an optimizer
+    tensor: int = 1  # degrees of tensor and pipeline parallelism
+    pipeline: int = 1
     own: dict = field(default_factory=dict)  # what the engine takes besides
     backend: str = "nccl"  # whose paths its collectives take; or "gloo"
     hardware: Hardware | None = None  # whose time is counted; None counts none
@@ -254,9 +258,12 @@ def simulate(setting, step):
         micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
         loss = loss_of if isinstance(module, Foreign) else models.loss
         books = engine if hasattr(engine, "accounting") else Outsider(engine)
+        if books is engine:
+            step, loss = axes.step_of(engine, setting, step), axes.loss_on(engine.axes, loss)
 
         def follow(**how):
-            books.comm.traffic.reset()
+            for comm in (books.comm, *(engine.axes.by_name.values() if books is engine else ())):
+                comm.traffic.reset()
             with books if books is not engine else contextlib.nullcontext(), Moments(books, module, **how) as moments:
                 step(engine, micro_batches, setting.no_sync, loss)
             return moments
@@ -296,6 +303,12 @@ def engine_of(setting, group=None):
         if not takes(setting.engine, name):
             raise InputError(f"--with {name}: {setting.engine.__module__} takes no option of this name")
     module, own = model_of(setting.model, setting.checkpoint_activations), setting.own
+    if setting.tensor * setting.pipeline > 1:
+        if not hasattr(module, "predict") or group is not None:
+            raise InputError(f"--tensor, --pipeline: {setting.model} cannot be split; the zoo's GPTs and Llamas can")
+        data, others = axes.groups_of(setting)
+        cut(module, others)
+        own = {**own, "process_group": data, "model_parallel": others}
     engine = setting.engine(
         module,
         setting.optimizer,
@@ -327,6 +340,7 @@ def counted(books, moments, setting, module):
         moved = Counter(predicted.get("bus_bytes_per_step", {}))
         moved.update(predicted_moves(module, setting.batch * setting.accumulate, books.dtype))
         measured["bus_bytes_per_step"], predicted["bus_bytes_per_step"] = traffic.on_bus(), dict(moved)
+    row |= axes.counted(books, setting)
     for name, count in measured.items():
         row |= {name: count, f"predicted_{name}": predicted[name]}
     return row
