@@ -1,15 +1,20 @@
 """The one-page engines: short, from torch alone, bit for bit like the engines, and as large as the formula says.
 
-ZeRO++'s page pads to whole blocks, unlike its engine, so they are compared on a model that needs no padding.
+ZeRO++'s page pads to whole blocks, unlike its engine, so they are compared on a model that needs no padding. The page
+of tensor parallelism has a model of its own; `parallel.tensor.split` cuts the same one for the engine of stage 1.
 """
 
 import ast
 import contextlib
 import importlib
 import io
+import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,8 +25,11 @@ from places import ROOT
 from torch import nn
 from training import ADAMW, batch, make_engine, same_bits, train
 
+import parallel.minimal
 import zeropp.minimal
 from common import models
+from common.ranks.axes import Axes
+from parallel import tensor
 from zeropp.quantize import Blocks
 
 PAGES = {  # engine -> its page's module and class, and lines of code at most
@@ -32,8 +40,9 @@ PAGES = {  # engine -> its page's module and class, and lines of code at most
     "offload": ("offload.minimal", "OffloadedOptimizer", 72),
     "offload.nvme": ("offload.minimal_nvme", "StatesOnDisk", 101),
     "zeropp": ("zeropp.minimal", "CompressedCommunication", 102),
+    "parallel": ("parallel.minimal", "train", 64),
 }
-EXACT = tuple(name for name in PAGES if name != "zeropp")
+EXACT = tuple(name for name in PAGES if name not in ("zeropp", "parallel"))
 IN_UNITS = ("stage3_param", "offload.nvme")
 HELD = {  # {kind: the part of all parameters' bytes that a rank of n holds}
     "stage0_ddp": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2},
@@ -182,6 +191,41 @@ def test_the_page_of_zeropp_ends_with_the_bits_of_its_engine_and_holds_and_sends
         assert torch.equal(torch.cat(engine.comm.gather_objects(unit.shard.detach().cpu())), weight.flatten())
 
 
+def split_engine(world):
+    """The engine of stage 1 around the model of parallel's page, on 2 x 2 ranks."""
+    mesh = dist.init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    embedding = nn.Embedding(256, 16)  # before the layers, as the page draws it
+    layers = OrderedDict(up=nn.Linear(128, 128), gelu=nn.GELU(), down=nn.Linear(128, 256))
+    # `split` leaves an embedding called wpe whole.
+    model = nn.Sequential(OrderedDict(wpe=embedding, flatten=nn.Flatten(), mlp=nn.Sequential(layers)))
+    axes = Axes(tensor=mesh.get_group("tensor"))
+    tensor.split(model.to(world.device), axes)
+    assert axes.whole == {"wpe.weight", "mlp.down.bias"}
+    optimizer = partial(torch.optim.AdamW, lr=3e-3, fused=True)
+    return make_engine("stage1_os", model, optimizer, process_group=mesh.get_group("data"), model_parallel=axes)
+
+
+@pytest.mark.ranks(4)
+def test_the_page_of_tensor_parallelism_ends_with_the_bits_of_stage_1_around_a_split_model(world):
+    with contextlib.redirect_stdout(io.StringIO()) as lines, torch.device(world.device):
+        page = parallel.minimal.train(STEPS)
+        engine = split_engine(world)
+        windows = torch.tensor(list(Path(os.__file__).read_bytes())).unfold(0, 9, 1)
+        for _ in range(STEPS):
+            batch = windows[torch.randint(len(windows), (256,))].chunk(2)[engine.rank]
+            engine.backward(nn.functional.cross_entropy(engine(batch[:, :-1]), batch[:, -1]))
+            engine.step()
+    weights = engine.full_state_dict()
+    assert len(weights) == 5
+    for ours, theirs in zip(page.state_dict().values(), weights.values(), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+    if world.rank == 0:
+        said = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", lines.getvalue().splitlines()[-1])]
+        held, counters = engine.model_state_bytes(), 4 * len(engine.buckets)  # of AdamW's steps
+        assert said == [held["parameters"], held["optimizer"] - counters]
+
+
 def printed(world, name):
     """What a page prints when it trains its own model."""
     with contextlib.redirect_stdout(io.StringIO()) as lines, torch.device(world.device):
@@ -189,12 +233,20 @@ def printed(world, name):
     return lines.getvalue().splitlines()
 
 
+def losses_in(lines):
+    return [float(re.fullmatch(r"step +\d+: loss ([\d.]+) on rank 0", line)[1]) for line in lines]
+
+
 def test_all_pages_learn_and_print_the_same_losses(worlds):
     said = [worlds(2).run(printed, name)[0] for name in EXACT]
     assert all(lines[-1].startswith("every rank holds") for lines in said)
     (losses,) = {tuple(lines[:-1]) for lines in said}
-    losses = [float(re.fullmatch(r"step +\d+: loss ([\d.]+) on rank 0", line)[1]) for line in losses]
+    losses = losses_in(losses)
     assert losses[-1] < losses[0] / 2
+    # The same weights and batches on two data ranks; but sums of two halves round otherwise than whole ones.
+    *of_halves, last = worlds(4).run(printed, "parallel")[0]
+    assert last.startswith("every rank holds")
+    assert losses_in(of_halves) == pytest.approx(losses, abs=0.002)
 
 
 @pytest.mark.parametrize(
