@@ -1,6 +1,7 @@
 # ruff: noqa: F401
 """The notebooks' figures: those of the course, and those of `lab.figures`."""
 
+from course.figures.axes import buffers, by_rank_and_axis, kept_through_a_step, schedules
 from course.figures.building import states_through_a_step, units_through_a_step
 from course.figures.faults import distances, grid, live_through_steps
 from course.figures.memory import address_map, below_the_wall, memory_by_batch

@@ -38,7 +38,7 @@ HERE = Path(__file__).parent.relative_to(ROOT)
 LEFT_OUT = (
     *("offload/", "zeropp/", "lab/offload/", "lab/zeropp/", "tests/", "course/lessons/"),
     *("course/slides/", "course/explorer/", "course/site.", "course/pages/faults."),
-    *(f"notebooks/{room}{page}_" for room in ("", "quizzes/") for page in ("07", "08", "09", "10", "12", "13")),
+    *(f"notebooks/{room}{page}_" for room in ("", "quizzes/") for page in ("07", "08", "09", "10", "12", "13", "14")),
     *(".ci/", ".github/", "Makefile", "CONTRIBUTING.md", "CITATION.cff", "README.md"),
     *("notebooks/exercises/", f"{HERE}/"),
     *(f"{exercise.package}/{file}" for exercise in EXERCISES for file in ("engine.py", "minimal.py")),

@@ -7,7 +7,7 @@ import pytest
 from places import ROOT
 
 from common.engines import STAGES
-from course.pages import hosts, memory, rounding, scaling, wire
+from course.pages import axes, hosts, memory, rounding, scaling, wire
 from lab import capacity
 
 # ---- what answers are checked against -----------------------------------------------------------------------------
@@ -61,6 +61,11 @@ EVENTS = list(ahead(["the root", "0", "1", "2", "3", "4"]))
 DISKS = {"one": (0.5, 1024, 1), "many": (0.9, 512, 16)}
 HOSTS = {"one": (1e-9, 12e12), "other": (2e-9, 6e12)}
 BUCKETS = {(0, 5): 5, (1, 5): 10, (2, 5): 10}
+ON_AXES = {  # of the eight ranks of 14_axes
+    "tensor": 2, "pipeline": 2, "micro_batches": 4,
+    "rows": [{"wire_bytes_per_step": {"tensor": {"all_reduce": 3_538_944}}}],
+}  # fmt: skip
+FOUR_STAGES = [[(kind, number) for kind in axes.TAKES for number in range(8)]] * 4  # by GPipe
 # ---- answers ------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +119,9 @@ ASK = {  # a check, its further arguments, and the right answer
     "crossover": (scaling.check_crossover, (), lambda nbytes, flops, link: nbytes * flops / (6 * link)),
     "decisions": (scaling.check_decisions, (), {EIGHT: "stage 1", ONE: "ZeRO-Offload", SLOW: "ZeRO++"}),
     "factor": (scaling.token_factor, (), 2 / 80),
+    "block": (axes.check_block, (ON_AXES,), lambda t, nbytes: 8 * (t - 1) / t * nbytes),
+    "bubble": (axes.check_bubble, (FOUR_STAGES,), lambda p, m: (p - 1) / (m + p - 1)),
+    "reduced": (axes.check_reduced, (), lambda m: (m + 1) / 2),
 }
 WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("sent", lambda name, n, m: n / (n - 1) * law(name, n, m), "a rank keeps its own part"),
@@ -193,6 +201,18 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("decisions", {SLOW: "stage 4"}, "choose from"),
     ("factor", 1 / 80, "number of ranks"),
     ("factor", 2 / 50, "all micro-batches"),
+    ("block", lambda t, nbytes: 2 * (t - 1) / t * nbytes, ("that is one sum",) * 2),
+    ("block", lambda t, nbytes: 4 * (t - 1) / t * nbytes, ("two sublayers",) * 2),
+    ("block", lambda t, nbytes: 8 * nbytes, ("keeps its own part",) * 2),
+    ("block", lambda t, nbytes: 12 * (t - 1) / t * nbytes, ("full recomputation",) * 2),
+    ("bubble", lambda p, m: (p - 1) / m, ("divide by all of the time",) * 2),
+    ("bubble", lambda p, m: m / (m + p - 1), ("in which a stage computes",) * 2),
+    ("bubble", lambda p, m: p / (m + p - 1), ("p - 1 others",) * 2),
+    ("bubble", lambda p, m: (p - 1) / (m + p), ("nearly",) * 2),
+    ("reduced", lambda m: m, ("solved", "and parameters?")),
+    ("reduced", lambda m: m / 2, ("left out the all-gather",) * 2),
+    ("reduced", lambda m: m + 1, ("two halves",) * 2),
+    ("reduced", lambda m: 1, ("solved", "no whole gradient")),
 ]
 NEARLY = {  # wrong formulas for each parameter: on two nodes of two, some of them give what is right
     "leaves a node": "(n-1)/n * p + 0.5; (n-1)/n * p * 1.5; (n-1)/n * (p + 1); (n-1)/n * (p + 0.25); (n-1)/n * p; 1.5;"

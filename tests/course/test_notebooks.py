@@ -14,16 +14,16 @@ from places import ROOT
 
 from common.engines import STAGES
 from course.execute import METADATA, digest, execute
-from course.pages import faults, hosts, memory, questions, rounding, scaling, wire
+from course.pages import axes, faults, hosts, memory, questions, rounding, scaling, wire
 from course.quiz import page, questions_of
 
 MEMORY, DEBUGGING = NOTEBOOKS[6:8]
-CHECKED = (faults, hosts, memory, questions, rounding, scaling, wire)
+CHECKED = (axes, faults, hosts, memory, questions, rounding, scaling, wire)
 CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
 
 
-# Two thirds of the time of all pages: hosts and disks, two nodes, a trillion parameters, steps on five machines.
-LONG = ("08_offload", "09_infinity", "10_zeropp", "12_scale", "13_when")
+# Two thirds of the time of all pages: hosts and disks, two nodes, a trillion parameters, five machines, eight ranks.
+LONG = ("08_offload", "09_infinity", "10_zeropp", "12_scale", "13_when", "14_axes")
 
 
 def runs(path, shorter=True):

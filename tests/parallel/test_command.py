@@ -1,9 +1,15 @@
 """`python -m parallel`: on every axis what is measured is what was predicted."""
 
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
 from commands import run
+from places import ROOT
+
+PAGE = ROOT / "parallel" / "README.md"
 
 LAYOUTS = [(2, 2, 1), (1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)]
 
@@ -22,3 +28,24 @@ def test_each_rank_holds_and_sends_what_was_predicted(tmp_path, layout):
         assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
     assert results["losses"][-1] < results["losses"][0]
     assert "(predicted" not in process.stdout
+
+
+def of_the_page(world, code, folder):
+    """Run the page's program on this rank; return its part of the model, the norm, and the folders that it saved."""
+    there, names = Path.cwd(), {}
+    os.chdir(folder)
+    try:
+        exec(code, names)
+    finally:
+        os.chdir(there)
+    return names["axes"].part, names["result"].norm, sorted(path.name for path in Path(folder, "checkpoint").iterdir())
+
+
+@pytest.mark.exhaustive
+def test_the_pages_program_trains_on_three_axes(worlds, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    ended = worlds(8).run(of_the_page, code, str(tmp_path))
+    parts = {part for part, _, _ in ended}
+    assert len(parts) == 4
+    assert all(parts <= set(saved) for _, _, saved in ended)
+    assert len({norm for _, norm, _ in ended}) == 1
