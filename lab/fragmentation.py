@@ -1,4 +1,4 @@
-"""`python -m lab.fragmentation`: the most memory that a rank had resident on the CPU, beside the most that lived at once.
+"""`python -m lab.fragmentation`: the most memory that a rank had resident on the CPU, and the most that lived at once.
 
 What is resident and not live are malloc's holes: freed blocks that it keeps, too small or too far apart for the next
 request. Commands let it keep blocks of up to a GiB, for else each gathered unit faults its pages in again. With 64 KiB
@@ -83,6 +83,4 @@ def table(results):
 
 
 if __name__ == "__main__":
-    from lab import fragmentation
-
-    fragmentation.main()  # by its name, which ranks know
+    main()

@@ -151,7 +151,7 @@ class VocabParallelLoss:
 
 
 def split(model, axes):
-    """Cut a GPT or a Llama of the zoo for this tensor rank, in place; `axes` then knows how. Next, see `cut`.
+    """Cut a GPT or a Llama of the zoo for this tensor rank, in place; `axes` then knows how. Next, see `cut_init`.
 
     Raises:
         InputError: the tensor ranks do not divide heads or columns, or a layer is none of the zoo's.
@@ -199,7 +199,7 @@ def _add_up_in_backward(comm, module, args):
     return AddUpBackward.apply(args[0], comm), *args[1:]
 
 
-def cut(init, axes):
+def cut_init(init, axes):
     """An `init` for a model that was split: the values that `init(name, tensor)` gives whole parameters, cut."""
 
     @torch.no_grad()

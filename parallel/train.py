@@ -87,10 +87,12 @@ def check(options, ranks):
     if max(options.tensor, options.pipeline) > 1 and not hasattr(model, "predict"):
         raise InputError(f"--model {options.model}: the zoo's GPTs and Llamas alone can be split")
     first = {axis: SimpleNamespace(rank=0, size=getattr(options, axis)) for axis in ("tensor", "pipeline")}
-    cut(model, SimpleNamespace(**{axis: comm if comm.size > 1 else None for axis, comm in first.items()}, cuts={}))
+    keep_part(
+        model, SimpleNamespace(**{axis: comm if comm.size > 1 else None for axis, comm in first.items()}, cuts={})
+    )
 
 
-def cut(model, axes):
+def keep_part(model, axes):
     """Leave of a model what this rank of the axes holds."""
     if axes.pipeline is not None:
         pipeline.untie(model)
@@ -104,9 +106,9 @@ def train(world, options):
     mesh = init_device_mesh(world.device.type, [getattr(options, axis) for axis in AXES], mesh_dim_names=AXES)
     axes = Axes(**{axis: mesh[axis].get_group() for axis in ("tensor", "pipeline") if getattr(options, axis) > 1})
     model, init, loss_of = models.build(options.model), models.initial_values(options.seed), models.loss
-    cut(model, axes)
+    keep_part(model, axes)
     if axes.tensor is not None:
-        init, loss_of = tensor.cut(init, axes), tensor.VocabParallelLoss(axes)
+        init, loss_of = tensor.cut_init(init, axes), tensor.VocabParallelLoss(axes)
     if options.partition_activations:
         model.checkpoint_activations, model.saving = "non-reentrant", PartitionedActivations(axes)
     engine = find_engine(options.engine)(

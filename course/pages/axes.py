@@ -37,7 +37,7 @@ def activations(world, partitioned):
     if partitioned:
         model.saving = PartitionedActivations(axes)
     group = {"process_group": grid["data"].get_group(), "model_parallel": axes}
-    engine = find_engine("stage1_os")(model, ADAMW, init=tensor.cut(models.initial_values(0), axes), **group)
+    engine = find_engine("stage1_os")(model, ADAMW, init=tensor.cut_init(models.initial_values(0), axes), **group)
     batch = model.inputs_and_targets(Batches(load_text(), model.window, SAMPLES).of(0, 0, 1))
     loss_of = tensor.VocabParallelLoss(axes)
     train_step(engine, [batch], loss_of=loss_of)

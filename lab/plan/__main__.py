@@ -292,8 +292,8 @@ def notes(options, machine, rank):
     if options.tensor > 1:
         how = "and so is all else, by sequence parallelism" if options.sequence_parallel else "norms' inputs are not"
         said.append(
-            f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}. Its all-reduces of "
-            "activations in each block are not counted."
+            f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}. Its sums send "
+            f"{show_bytes(round(rank.sent_in_sums))} more on a GPU in a step; the seconds leave them out."
         )
     if options.tensor > node or node % options.tensor:
         said.append(
@@ -324,10 +324,8 @@ def notes(options, machine, rank):
 
 
 def confirmed(options, results):
-    """Simulate the advised engine; an InputError if none is advised, or if other degrees cut the model."""
+    """Simulate the advised engine; an InputError if none is advised."""
     row = advised(results["rows"])
-    if results["tensor"] * results["pipeline"] > 1:
-        raise InputError("--simulate: the engines have no tensor or pipeline parallelism; give neither degree")
     if row is None:
         raise InputError("--simulate: nothing fits, so no engine is advised")
     if not options.params and options.model is None:
@@ -337,18 +335,21 @@ def confirmed(options, results):
     ]
     if given:
         raise InputError(f"--simulate: the simulation takes no {', '.join(given)}; leave out one or the other")
+    parts = results["tensor"] * results["pipeline"]
     made = simulate(
         Setting(
             find_engine(row["engine"]),
             options.model or partial(a_gpt, results["model"]),
             results["world_size"],
-            ranks_per_node=results["per_node"] if results["data_parallel"] % results["per_node"] == 0 else None,
+            ranks_per_node=None if parts > 1 or results["data_parallel"] % results["per_node"] else results["per_node"],
             accumulate=results["accumulate"],
             no_sync=row["engine"] in NO_SYNC,
             precision=results["precision"],
             batch=results["batch"],
             sequence=options.seq,
             checkpoint_activations=None if options.no_checkpoints or ":" in (options.model or "") else models.KINDS[0],
+            tensor=results["tensor"],
+            pipeline=results["pipeline"],
             own=row["own"],
         ),
         train_step,

@@ -335,6 +335,17 @@ class Rank:
 
     # ---- sent and moved ---------------------------------------------------------------------------------------
 
+    @property
+    def sent_in_sums(self):
+        """Bytes that a rank sends in a step for tensor parallelism's sums: `parallel.accounting` counts them exactly.
+
+        Four for a layer, and one more that is computed again. Sequence parallelism sends as much in two halves.
+        """
+        layers = self.shape.layers / self.job.pipeline
+        inputs = self.width * self.shape.width * self.job.batch * self.sequence
+        sums = layers * (5 if self.job.checkpoints else 4) + (2 if self.job.pipeline == 1 else 1)  # embedding, head
+        return self.job.accumulate * sums * 2 * (1 - 1 / self.tensor) * inputs
+
     def sent(self, way):
         """Bytes that a rank sends in a step, and bytes that its data-parallel group sends out of its node."""
         if way.engine == "zeropp":

@@ -41,6 +41,8 @@ def main(arguments=None):
     parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
     for axis in ("tensor", "pipeline"):
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{axis}-parallel ranks (%(default)s)")
+    parts = "P_a: each tensor rank keeps its part of what checkpoints save"
+    parser.add_argument("--partition-activations", action="store_true", help=parts)
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
     micro = "samples of a rank's micro-batch (%(default)s)"
     parser.add_argument("--batch", type=int, default=1, metavar="B", help=micro)

@@ -43,7 +43,8 @@ from lab.simulate.clock import Clock
 from lab.simulate.hardware import Hardware
 from lab.simulate.moments import Moments
 from lab.simulate.own import Foreign, batch_of, loss_of, model_of, tokens_of
-from parallel.train import cut
+from parallel.activations import PartitionedActivations
+from parallel.train import keep_part
 
 NEED_VALUES = (
     fake_tensor.DataDependentOutputException,  # .item(), bool(tensor)
@@ -228,6 +229,7 @@ class Setting:
     optimizer: Callable = ADAMW  # from parameters to an optimizer
     tensor: int = 1  # degrees of tensor and pipeline parallelism
     pipeline: int = 1
+    partition_activations: bool = False  # P_a
     own: dict = field(default_factory=dict)  # what the engine takes besides
     backend: str = "nccl"  # whose paths its collectives take; or "gloo"
     hardware: Hardware | None = None  # whose time is counted; None counts none
@@ -307,7 +309,7 @@ def engine_of(setting, group=None):
         if not hasattr(module, "predict") or group is not None:
             raise InputError(f"--tensor, --pipeline: {setting.model} cannot be split; the zoo's GPTs and Llamas can")
         data, others = axes.groups_of(setting)
-        cut(module, others)
+        keep_part(module, others)
         own = {**own, "process_group": data, "model_parallel": others}
     engine = setting.engine(
         module,
@@ -320,6 +322,12 @@ def engine_of(setting, group=None):
     )
     if setting.offload_activations:
         module.saving = HostActivations(engine)
+    if setting.partition_activations:
+        if setting.tensor == 1 or setting.checkpoint_activations is None:
+            raise InputError(
+                "--partition-activations: add --tensor, whose ranks save alike, and --checkpoint-activations"
+            )
+        module.saving = PartitionedActivations(engine.axes, module.saving if setting.offload_activations else None)
     return engine, module
 
 

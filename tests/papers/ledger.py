@@ -149,6 +149,15 @@ def checkpoint_bytes():
     return row["bus_bytes_per_step"]["to_host"] / elements
 
 
+def partitioned():
+    """What P_a gathers on 16 tensor ranks, over what tensor parallelism adds up for the same blocks."""
+    model = partial(GPT, GPTConfig(8, K, heads=16, sequence=128, vocabulary=16))
+    how = {"world_size": 16, "tensor": 16, "checkpoint_activations": "reentrant"}
+    gathered = [counts(P_OS, model, partition_activations=on, **how)["tensor_bytes_per_step"] for on in (True, False)]
+    of_sums = gathered[0]["all_reduce"] * 6 * 8 / (6 * 8 + 2)  # without embedding and head
+    return (gathered[0]["all_gather"] - gathered[1]["all_gather"]) / of_sums
+
+
 def checkpoint_tib(layers, width):
     """The same of a model, with the batch of ZeRO-Infinity's fig. 2a."""
     return checkpoint_bytes() * 32 * K * width * layers / 2**40
@@ -279,8 +288,10 @@ def zero():
         says = f"elements sent for a parameter, {stage}"
         yield plain("7", says, elements, partial(sent, stage, **own), law=SENT)
     says = "GB of activation checkpoints of 100 B, b 32, s 1024, with P_a in 16 parts"
-    note = "a sixteenth of the 33 that the paper has without; no engine here cuts checkpoints"
+    note = "a sixteenth of the 33 that the paper has without; tests/parallel counts the part that a rank keeps"
     yield plain("6.1", says, "2", None, note, KEPT, formula="2.06")
+    says, note = "what P_a sends, over tensor parallelism's own: less than", "a twelfth of it"
+    yield plain("8", says, "0.1", partitioned, note)
 
 
 def offload():

@@ -91,7 +91,7 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=N
     grid = mesh(world.device.type, 1, world.size // ranks, ranks)
     axes, module = Axes(tensor=grid["tensor"].get_group(), deterministic=True), build(model)
     tensor.split(module, axes)
-    init = tensor.cut(models.initial_values(seed), axes)
+    init = tensor.cut_init(models.initial_values(seed), axes)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
     group = grid["data"].get_group()
     made = find_engine(engine)(module, ADAMW, init=init, process_group=group, model_parallel=axes, **options)

@@ -139,7 +139,7 @@ def at_the_door(world, engine, case):
     grid, module = mesh(world.device.type, 1, 1, 2), models.build("gpt-tiny")
     axes = Axes(tensor=grid["tensor"].get_group())
     tensor.split(module, axes)
-    init, options = tensor.cut(models.initial_values(0), axes), {"process_group": grid["data"].get_group()}
+    init, options = tensor.cut_init(models.initial_values(0), axes), {"process_group": grid["data"].get_group()}
     if case == "no data-parallel group":
         options = {}
     if case == "no axes":
