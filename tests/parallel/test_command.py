@@ -12,13 +12,15 @@ from places import ROOT
 PAGE = ROOT / "parallel" / "README.md"
 
 LAYOUTS = [(2, 2, 1), (1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)]
+LAYOUTS += [pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_each_rank_holds_and_sends_what_was_predicted(tmp_path, layout):
     data, tensor, pipeline = layout
-    axes = ("--data", data, "--tensor", tensor, "--pipeline", pipeline)
-    more = ("--model", "gpt-tiny", "--partition-activations", "--clip-norm", 1, "--oversubscribe")
+    axes = ("--data", data, "--tensor", tensor, "--pipeline", pipeline, "--batch", 16)
+    model = "gpt-tiny" if pipeline < 4 else "gpt-nano"
+    more = ("--model", model, "--steps", 2, "--partition-activations", "--clip-norm", 1, "--oversubscribe")
     process = run("-m", "parallel", *axes, *more, "--json", tmp_path / "results.json")
     assert process.returncode == 0, process.stderr
     results = json.loads((tmp_path / "results.json").read_text())

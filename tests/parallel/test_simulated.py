@@ -16,7 +16,7 @@ LAYOUTS = [(1, 2, 2), (2, 2, 1), (2, 1, 2)]  # data x tensor x pipeline
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("one", ("stage1_os", "stage3_param"))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_simulated_rank_of_several_axes_counts_what_a_real_one_does(worlds, one, layout):
     data, tensor, pipeline = layout
     micro_batches = 2 if pipeline > 1 else 1
