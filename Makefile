@@ -75,7 +75,7 @@ test: lint
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest $(addprefix tests/,any_engine engine ranks tiers checkpoint stages offload zeropp)
+	$(PYTHON) -m pytest $(addprefix tests/,any_engine engine ranks tiers checkpoint stages offload zeropp parallel)
 
 gpu-check:
 	$(PYTHON) -m lab.gpu_check

@@ -1,4 +1,4 @@
-"""Options of trainings on a tensor axis, crossed: every two levels meet in one, and engines have the bits of stage 0."""
+"""Options of trainings on a tensor axis, crossed: every two levels meet in one; engines have the bits of stage 0."""
 
 import itertools
 
