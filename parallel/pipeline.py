@@ -46,13 +46,13 @@ def keep_stage(model, comm):
     """
     layers, first, last = len(model.blocks), comm.rank == 0, comm.rank == comm.size - 1
     ends = 1 if layers % comm.size else 0
-    if (layers + 2 * ends) % comm.size:
+    each, rest = divmod(layers + 2 * ends, comm.size)
+    if rest or each <= ends:
         raise InputError(f"{comm.size} pipeline ranks do not divide the {layers} layers")
     if model.head.weight is model.wte.weight:
         raise InputError(
             "the head is tied to the embedding, and they are on different stages; write pipeline.untie(model)"
         )
-    each = (layers + 2 * ends) // comm.size
     own = range(layers)[max(0, comm.rank * each - ends) : (comm.rank + 1) * each - ends]
     for number in set(range(layers)) - set(own):
         model.blocks[number] = nn.Identity()  # keeps the others' names

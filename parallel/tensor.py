@@ -51,8 +51,8 @@ class Cut(NamedTuple):
 
     def join(self, pieces):
         """The whole parameter, from all ranks' pieces."""
-        parts = [piece.transpose(0, self.dimension).unflatten(0, (self.blocks, -1)) for piece in pieces]
-        return torch.cat(parts, dim=1).flatten(0, 1)[: self.size].transpose(0, self.dimension)
+        blocks = [piece.transpose(0, self.dimension).unflatten(0, (self.blocks, -1)) for piece in pieces]
+        return torch.cat(blocks, dim=1).flatten(0, 1)[: self.size].transpose(0, self.dimension)
 
 
 def add_up(tensor, comm):
@@ -146,8 +146,7 @@ class VocabParallelLoss:
         others = (own < 0) | (own >= len(columns))
         of_target = logits.gather(1, own.masked_fill(others, 0)[:, None])[:, 0].masked_fill(others, 0)
         total, of_target = AddUp.apply(torch.stack([logits.exp().sum(dim=1), of_target]), self.comm)
-        counts = targets != IGNORED
-        return ((total.log() - of_target) * counts).sum() / counts.sum()
+        return ((total.log() - of_target) * (targets != IGNORED)).sum() / (targets != IGNORED).sum()
 
 
 def split(model, axes):
@@ -170,10 +169,10 @@ def split(model, axes):
         sublayer, linear = model.get_submodule(place), type(layer) is nn.Linear
         if linear and name in BY_COLUMNS:
             columns = layer.out_features // BY_COLUMNS[name]
-            heads = columns // sublayer.head_width if hasattr(sublayer, "head_width") else columns
+            heads = columns // getattr(sublayer, "head_width", 1)
             if heads % comm.size:
-                what = "columns" if heads == columns else "heads"
-                raise InputError(f"{comm.size} tensor ranks do not divide the {heads} {what} of {path!r}")
+                what = f"{heads} {'columns' if heads == columns else 'heads'} of {path!r}"
+                raise InputError(f"{comm.size} tensor ranks do not divide the {what}")
             cut_layer(layer, path, 0, BY_COLUMNS[name])
         elif linear and name in BY_ROWS:
             cut_layer(layer, path, 1)
@@ -206,8 +205,8 @@ def cut_init(init, axes):
     def of_piece(name, tensor):
         if name not in axes.cuts:
             return init(name, tensor)
-        shape, own = list(tensor.shape), axes.cuts[name]
-        shape[own.dimension] = own.size
+        own = axes.cuts[name]
+        shape = [own.size if dimension == own.dimension else size for dimension, size in enumerate(tensor.shape)]
         whole = tensor.new_full(shape, torch.nan)
         init(name, whole)
         return tensor.copy_(own.piece(whole, axes.tensor.rank, axes.tensor.size))
