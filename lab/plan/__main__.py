@@ -342,7 +342,8 @@ def confirmed(options, results):
             options.model or partial(a_gpt, results["model"]),
             results["world_size"],
             ranks_per_node=None if parts > 1 or results["data_parallel"] % results["per_node"] else results["per_node"],
-            accumulate=results["accumulate"],
+            # A pipeline's peak is reached once all stages are busy: further micro-batches change nothing.
+            accumulate=results["pipeline"] if results["pipeline"] > 1 else results["accumulate"],
             no_sync=row["engine"] in NO_SYNC,
             precision=results["precision"],
             batch=results["batch"],

@@ -8,6 +8,9 @@ from training import SEVEN
 from common.engines import find_engine
 from common.errors import InputError
 from common.loop import train_step
+from lab.plan import shapes
+from lab.plan.formulas import Job, Rank
+from lab.simulate.hardware import preset
 from lab.simulate.world import Setting, simulate
 from parallel.train import train
 
@@ -53,3 +56,16 @@ def test_degrees_that_do_not_divide_are_refused_in_a_line():
     ):
         with pytest.raises(InputError, match=message):
             simulate(Setting(find_engine("stage1_os"), "gpt-nano", 8, **degrees), train_step)
+
+
+@pytest.mark.parametrize(("pipeline", "checkpoints"), [(1, None), (1, "non-reentrant"), (2, "non-reentrant")])
+def test_the_planner_counts_the_sums_that_a_rank_sends(pipeline, checkpoints):
+    """But for the loss, whose sums are small: within two percent."""
+    axes = {"tensor": 2, "pipeline": pipeline, "accumulate": pipeline}
+    found = simulate(
+        Setting(find_engine("stage1_os"), "gpt-mini", 8, precision="bf16", checkpoint_activations=checkpoints, **axes),
+        train_step,
+    )
+    job = Job(8, **axes, checkpoints=checkpoints is not None)
+    planned = Rank(shapes.of_model("gpt-mini"), preset("h100-80g"), job).sent_in_sums
+    assert planned == pytest.approx(found["tensor_bytes_per_step"]["all_reduce"], rel=0.02)
