@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from split_training import allocated, on_one_thread
+from split_training import allocated, mesh, on_one_thread
 from training import SEVEN, make_engine, message_of, text
 
 from common import models
@@ -41,30 +41,30 @@ def test_a_forward_in_parts_has_the_bits_of_one_rank(worlds, model, ranks, preci
 
 
 @on_one_thread
-def trained(world, name, cut, model="gpt-tiny", steps=3, **options):
-    """The losses and norms of some steps on the same samples, each rank with a part of their sequences or samples."""
+def trained(world, name, ranks, model="gpt-tiny", steps=3, **options):
+    """The losses and norms of some steps on the same samples; so many ranks in a row share the sequences of some."""
     module, found = models.build(model), []
-    comm = Collectives()
-    if cut:
+    comm = Collectives(mesh(world.device.type, 1, world.size // ranks, ranks)["tensor"].get_group())
+    if ranks > 1:
         sequence.split(module, comm)
     made = make_engine(name, module, **options)
     for step in range(steps):
-        windows = Batches(text(), module.window, SAMPLES).of(step, *((0, 1) if cut else (world.rank, world.size)))
-        both = made.module.inputs_and_targets(windows.to(world.device))
-        inputs, targets = (sequence.part(tokens, comm) for tokens in both) if cut else both
-        loss = models.loss(made(inputs), targets)
+        windows = Batches(text(), module.window, SAMPLES).of(step, world.rank // ranks, world.size // ranks)
+        inputs, targets = made.module.inputs_and_targets(windows.to(world.device))
+        loss = models.loss(made(sequence.part(inputs, comm)), sequence.part(targets, comm))
         made.backward(loss)
-        found.append((float(comm.everyones(loss.detach().view(1)).mean()), made.step().norm))
+        found.append((float(made.comm.everyones(loss.detach().view(1)).mean()), made.step().norm))
     return found, made.full_state_dict()
 
 
-@pytest.mark.parametrize("one", SEVEN)
-def test_every_engine_trains_on_parts_of_sequences_as_on_samples(worlds, one):
+@pytest.mark.parametrize(("one", "size"), [*((name, 2) for name in SEVEN), ("stage0_ddp", 4), ("stage3_param", 4)])
+def test_every_engine_trains_on_parts_of_sequences_as_on_samples(worlds, one, size):
+    """With four ranks, two groups of two share sequences."""
     options = {"clip_norm": 0.5, "model": "llama-tiny"}
-    steps, weights = worlds(2).run(partial(trained, cut=True, **options), one)[0]
-    expected, _ = worlds(2).run(partial(trained, cut=False, **options), one)[0]
+    steps, weights = worlds(size).run(partial(trained, ranks=2, **options), one)[0]
+    expected, _ = worlds(size).run(partial(trained, ranks=1, **options), one)[0]
     assert torch.tensor(steps).numpy() == pytest.approx(torch.tensor(expected).numpy(), rel=1e-5)
-    same, theirs = worlds(2).run(partial(trained, cut=True, **options), "stage0_ddp")[0]
+    same, theirs = worlds(size).run(partial(trained, ranks=2, **options), "stage0_ddp")[0]
     assert steps == same
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
 
