@@ -54,10 +54,10 @@ def trained(world, folder, name, data, model, precision, micro_batches, clip, ch
     return norms, whole(made)
 
 
-@pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda row: ", ".join(map(str, row)))
+@pytest.mark.parametrize("levels", CROSSINGS, ids=lambda row: ", ".join(map(str, row)))
 @pytest.mark.one_in(5)
-def test_an_engine_on_two_axes_has_the_bits_of_stage_0(worlds, tmp_path, crossing):
-    one, data, *others = crossing
+def test_an_engine_on_two_axes_has_the_bits_of_stage_0(worlds, tmp_path, levels):
+    one, data, *others = levels
     world = worlds(2 * data)
     norms, weights = world.run(trained, str(tmp_path / "one"), one, data, *others)[0]
     expected, theirs = world.run(trained, str(tmp_path / "stage0"), "stage0_ddp", data, *others)[0]
