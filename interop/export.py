@@ -95,6 +95,8 @@ def _exported(checkpoint, place, make):
     partial = place.parent / f"{place.name}.partial"
     try:
         index = read_index(checkpoint)
+        if index.get("save") is not None:
+            raise InputError("it is a part of a model; load it by read=parallel.checkpoint.read, and save the whole")
         _check_place(checkpoint, place, make)
         with contextlib.ExitStack() as opened:
             make(partial)  # where that fails nothing needs to be read

@@ -10,6 +10,7 @@ Source: ZeRO, arXiv 1910.02054, sec. 6.1 and 8; P_a+cpu keeps the parts on the h
 """
 
 import weakref
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,9 @@ class PartitionedActivations(saved_tensors_hooks):
 
     def __init__(self, axes, host=None):  # not the base's __init__: the two hooks are methods here
         self.comm, self.host, self.kept = axes.tensor, host, weakref.WeakSet()
+
+    def __reduce__(self):
+        return nullcontext, ()  # copies of the model have no axes
 
     def pack_hook(self, tensor):
         """Return the `Part` that stands for a tensor."""

@@ -33,7 +33,7 @@ def read(engine, folder):
     if len(names) != math.prod(map(int, re.findall(r"of-(\d+)", names[0]))):
         raise InputError(f"it holds {', '.join(names)}, and other parts are missing")
     parts = {name: read_index(folder / name) for name in names}
-    if len({index["updates"] for index in parts.values()}) > 1:
+    if len({index.get("save") for index in parts.values()}) > 1:
         raise InputError("its parts are of different saves, as one was interrupted; take an older checkpoint")
     files = [(folder / name, entry) for name, index in parts.items() for entry in index["files"]]
     for place, entry in files[engine.rank :: engine.world_size]:

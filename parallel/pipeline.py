@@ -32,7 +32,8 @@ from common.models.recompute import run_blocks
 def untie(model):
     """Give a GPT's head a weight of its own: tied, it would be on the first and on the last stage."""
     if model.head.weight is model.wte.weight:
-        model.head.weight = nn.Parameter(model.wte.weight.detach().clone())
+        tied = model.wte.weight
+        model.head.weight = nn.Parameter(tied.detach().clone(), tied.requires_grad)
 
 
 def keep_stage(model, comm):

@@ -53,21 +53,22 @@ def split(model, comm):
     """Have a zoo model compute a part of each sequence: that of this rank of `comm`, a `Collectives`.
 
     Raises:
-        InputError: the ranks do not divide the heads or the sequence, or the model has no attention.
+        InputError: the ranks do not divide the heads, or the model has no attention.
     """
     if not hasattr(model, "predict"):
         raise InputError("the zoo's GPT and Llama alone take parts of sequences")
-    length, attention = model.window - 1, model.blocks[0].attention
+    attention = model.blocks[0].attention
     heads = attention.out.in_features // attention.head_width
-    for number, what in ((heads, "heads"), (length, "tokens of a sequence")):
-        if number % comm.size:
-            raise InputError(f"{comm.size} sequence ranks do not divide the {number} {what}")
+    if heads % comm.size:
+        raise InputError(f"{comm.size} sequence ranks do not divide the {heads} heads")
     for module in (model, *(block.attention for block in model.blocks)):
-        module.first_position = comm.rank * length // comm.size
+        module.sequence_rank = comm.rank
     for block in model.blocks:
         block.attention.attend = Ulysses(block.attention.attend, comm)
 
 
 def part(tokens, comm):
-    """This rank's part of tokens [batch, length]."""
+    """This rank's part of tokens [batch, length]. Raises InputError if the ranks do not divide the length."""
+    if tokens.shape[1] % comm.size:
+        raise InputError(f"{comm.size} sequence ranks do not divide the {tokens.shape[1]} tokens of a sequence")
     return tokens.chunk(comm.size, dim=1)[comm.rank]

@@ -100,6 +100,12 @@ class RowParallelLinear(nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
+def own_of(tokens, rows, comm):
+    """Tokens as numbers of this rank's rows, and which are others'. Ends keep those that no rank has: an error."""
+    own = tokens - comm.rank * rows
+    return own, (own < 0) & (comm.rank > 0) | (own >= rows) & (comm.rank < comm.size - 1)
+
+
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding of this rank's tokens: int64 [...] -> [..., width], the sum over ranks."""
 
@@ -108,8 +114,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.weight, self.comm = embedding.weight, comm
 
     def forward(self, tokens):
-        own = tokens - self.comm.rank * len(self.weight)
-        others = (own < 0) | (own >= len(self.weight))
+        own, others = own_of(tokens, len(self.weight), self.comm)
         embedded = F.embedding(own.masked_fill(others, 0), self.weight).masked_fill(others[..., None], 0)
         return AddUp.apply(embedded, self.comm)
 
@@ -142,8 +147,8 @@ class VocabParallelLoss:
         first, columns = self.comm.rank * logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
         logits = logits.masked_fill(first + columns >= vocabulary, -torch.inf)  # padding
         logits = logits - self.comm.maximum(logits.detach().amax(dim=1), "the largest logits")[:, None]
-        own = targets - first
-        others = (own < 0) | (own >= len(columns))
+        own, others = own_of(targets, len(columns), self.comm)
+        others |= targets == IGNORED
         of_target = logits.gather(1, own.masked_fill(others, 0)[:, None])[:, 0].masked_fill(others, 0)
         total, of_target = AddUp.apply(torch.stack([logits.exp().sum(dim=1), of_target]), self.comm)
         return ((total.log() - of_target) * (targets != IGNORED)).sum() / (targets != IGNORED).sum()

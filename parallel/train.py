@@ -53,7 +53,8 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=0, help="for weights and samples (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     options = asked(parser, arguments)
-    options.micro_batches = options.micro_batches or (1 if options.pipeline == 1 else 2 * options.pipeline)
+    if options.micro_batches is None:
+        options.micro_batches = 1 if options.pipeline == 1 else 2 * options.pipeline
     ranks = options.data * options.tensor * options.pipeline
     check(options, ranks)
     results = launch(train, options, nproc=ranks, oversubscribe=options.oversubscribe)

@@ -65,8 +65,8 @@ class Snapshot:
     """
 
     def __init__(self, engine, path, extra, apart=False):
+        self.part, number = engine.axes.part, engine.axes.number_of_save(engine.comm)
         with together(engine.comm, f"cannot save to {str(path)!r}"):
-            self.part = engine.axes.part
             self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine), None
             shards = {name: (dtype, (length(part),)) for name, (_, _, dtype, part) in self._place_of.items()}
             if apart:
@@ -74,7 +74,7 @@ class Snapshot:
                 self._engine = self._place_of = self._kept_of = self._kept = None
             if engine.rank == 0:
                 self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in model_state.buffers(engine)}
-            self.index = _index(engine, self.tensors) if engine.rank == 0 else None
+            self.index = {**_index(engine, self.tensors), "save": number} if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
             self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
             self.told |= {} if apart else shards
@@ -100,7 +100,7 @@ class Snapshot:
 
 def write(comm, path, snapshot):
     """Write the ranks' snapshots, and make them the checkpoint in a folder, as `save` does. A collective."""
-    rank, failure = comm.rank, f"cannot save to {str(path)!r}"
+    rank, failure = comm.rank, f"cannot save to {str(Path(path) / snapshot.part)!r}"
     with together(comm, failure):
         folder = Path(path) / snapshot.part
         if rank == 0:
@@ -199,7 +199,7 @@ def load(engine, path, read=None):
             name_of |= {buffer: f"buffers/{name}" for name, buffer in model_state.buffers(engine)}
             weights.check_range(engine, source, name_of)
         if engine.axes.part:
-            one_save = [("the number of updates", str(index["updates"]), "take another save: this one was interrupted")]
+            one_save = [("the save", str(index.get("save")), "take another one: this was interrupted")]
             engine.axes.agree(one_save, engine.comm)
         engine.begin_load()
         with share_errors(), together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):

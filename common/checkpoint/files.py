@@ -94,7 +94,8 @@ class Files:
 
         Raises:
             InputError: on every rank: one could not write, or rank 0 cannot see its file, as in a folder that nodes do
-                not share; the message names that rank. The previous checkpoint stands.
+                not share; the message names that rank. The previous checkpoint stands; of parts of a model some may be
+                replaced, and a load then refuses them.
 
         Warns:
             RuntimeWarning: the checkpoint is saved, but older files could not be removed.
@@ -112,9 +113,8 @@ class Files:
     def finish_saving(self):
         """Wait for a save in flight and raise what failed in it, unless a rank was told before. A collective."""
         saving, self.saving = self.saving, None
-        with self.axes.share_errors():
-            if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
-                saving.wait()
+        if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
+            saving.wait()
 
     @in_ordinary_mode
     def load(self, path, read=None):
@@ -153,7 +153,7 @@ class Saving:
     """
 
     def __init__(self, engine, path, extra):
-        snapshot = checkpoint.Snapshot(engine, path, extra, apart=True)
+        snapshot, self._axes = checkpoint.Snapshot(engine, path, extra, apart=True), engine.axes
         self.tensors, self.told = list(snapshot.tensors.values()), False
         self.nbytes = storage_bytes(self.tensors)
         comm = Collectives(_group_of(engine.comm))
@@ -166,9 +166,10 @@ class Saving:
             self.tensors.clear()
 
     def wait(self):
-        """Return once the checkpoint is on the disk; raise what `save` would have raised."""
+        """Return once the checkpoint is on the disk; raise what `save` would have raised. All parts of a model wait."""
         try:
-            self._handle.wait()
+            with self._axes.share_errors():
+                self._handle.wait()
         except Exception:
             self.told = True
             raise

@@ -27,7 +27,8 @@ def read_index(folder, name="index.json"):
         written = contents["format"]
         intact = written != FORMAT or contents["sha256"] == digest(contents["index"])
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError("there is no checkpoint; give the folder that save() was given") from error
+        there = f"parts of a model, {', '.join(parts_in(folder))}" if parts_in(folder) else "no checkpoint"
+        raise InputError(f"there is {there}; give the folder that save() was given") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(damaged) from error
     if written != FORMAT:

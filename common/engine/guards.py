@@ -180,7 +180,7 @@ class Guards:
         return {
             "engine": f"{engine.__class__.__module__}.{engine.__class__.__qualname__}",
             "world_size": engine.world_size,
-            "rank": "any rank" if whole else f"rank {engine.rank}",
+            "rank": f"{engine.axes.part} {'any rank' if whole else f'rank {engine.rank}'}".strip(),
             "cut": hashlib.sha256(repr(shards).encode()).hexdigest(),
         }
 

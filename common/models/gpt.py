@@ -81,7 +81,7 @@ class Decoder(nn.Module):
     predicts_text = True
     checkpoint_activations = None
     saving = nullcontext()
-    first_position = 0  # of this rank's part of a sequence
+    sequence_rank = 0  # which part of each sequence this rank has: see `parallel.sequence`
 
     def __init__(self, config):
         super().__init__()
@@ -115,7 +115,8 @@ class GPT(Decoder):
 
     def embed(self, inputs):
         """The first block's input, [batch, length, width]."""
-        positions = self.first_position + torch.arange(inputs.shape[1], device=inputs.device)
+        length = inputs.shape[1]
+        positions = self.sequence_rank * length + torch.arange(length, device=inputs.device)
         return self.wte(inputs) + self.wpe(positions)
 
     def predict(self, x):

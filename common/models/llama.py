@@ -49,7 +49,7 @@ class GroupedQueryAttention(nn.Module):
     Source: Ainslie et al., arXiv 2305.13245, sec. 2.2.
     """
 
-    attend, first_position = staticmethod(attend), 0  # the latter of this rank's part of a sequence
+    attend, sequence_rank = staticmethod(attend), 0  # the latter: which part of each sequence this rank has
 
     def __init__(self, config):
         super().__init__()
@@ -65,8 +65,9 @@ class GroupedQueryAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def forward(self, x):
-        query = rotate(self.split_heads(self.query(x)), self.first_position)
-        key = rotate(self.split_heads(self.key(x)), self.first_position).repeat_interleave(self.group, dim=1)
+        first = self.sequence_rank * x.shape[1]
+        query = rotate(self.split_heads(self.query(x)), first)
+        key = rotate(self.split_heads(self.key(x)), first).repeat_interleave(self.group, dim=1)
         value = self.split_heads(self.value(x)).repeat_interleave(self.group, dim=1)
         mixed = self.attend(query, key, value)
         return self.out(mixed.transpose(1, 2).flatten(-2))

@@ -11,6 +11,7 @@ an overflow, how the engines were built.
 """
 
 import contextlib
+import random
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,13 @@ class Axes:
             with self.share_errors():
                 if axis is not None:
                     check_agreement(options + lines, axis, label)
+
+    def number_of_save(self, comm):
+        """A number that all parts of a save share, and no other save has; None if there is one part."""
+        number = random.SystemRandom().getrandbits(63) if self.by_name else None
+        for axis in (comm, *self.by_name.values()) if self.by_name else ():
+            number = axis.gather_objects(number, "the number of the save")[0]
+        return number
 
     def combine(self, sums, combine=torch.add):
         """The sum over all parts of the model of a data-parallel group's sums, a scalar tensor.

@@ -112,6 +112,9 @@ class Collectives:
             raise RuntimeError("the process group was destroyed; make another one, and engines of its own")
         return group
 
+    def __deepcopy__(self, memo):
+        return self  # in a copy of a model that is split
+
     def by_nodes(self):
         """The Collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
         groups, places = nodes.groups_of(self, self.ranks_per_node), (nodes.IN_NODE, nodes.ACROSS_NODES)

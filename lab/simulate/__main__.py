@@ -83,6 +83,8 @@ def setting_of(options):
     """What the options ask for, or an InputError."""
     check_counts(options, "batch", "seq", "accumulate", "tensor", "pipeline")
     dtype_of(options.precision)
+    if options.hardware and options.pipeline > 1:
+        raise InputError("--hardware: the time that a stage waits for others is not simulated; leave out --pipeline")
     if options.trace and not options.hardware:
         raise InputError(f"--trace {options.trace}: add --hardware, which gives its times")
     if options.trace and options.engine == ALL:

@@ -279,7 +279,8 @@ def simulate(setting, step):
             ranks_per_node = setting.ranks_per_node or setting.world_size
             with Clock(setting.hardware.shared_by(ranks_per_node), ranks_per_node, books.comm.traffic) as clock:
                 step(engine, micro_batches, setting.no_sync, loss)
-            tokens = setting.world_size * setting.batch * setting.accumulate * tokens_of(module, setting.sequence)
+            ranks = setting.world_size // (setting.tensor * setting.pipeline)  # with samples of their own
+            tokens = ranks * setting.batch * setting.accumulate * tokens_of(module, setting.sequence)
             row["time"] = clock.found(tokens, dtype_of(setting.precision).itemsize)
             row["trace"] = clock.trace(f"rank {setting.rank}, simulated")
         return row | {

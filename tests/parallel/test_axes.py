@@ -3,6 +3,7 @@
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,8 +96,11 @@ def refused_checkpoints(world, folder):
     said["parts, here the whole"] = message_of(plain.load, f"{folder}/parts")
     said["a whole model saved among parts"] = message_of(plain.save, f"{folder}/parts")
     said["the whole, here a part"] = message_of(made.load, f"{folder}/whole")
-    made.updates += made.axes.tensor.rank  # as if the save of one part had been interrupted
     made.save(f"{folder}/interrupted")
+    if world.rank == 0:  # as if the next save had ended before this part's
+        shutil.rmtree(f"{folder}/interrupted/tensor-1-of-2")
+        shutil.copytree(f"{folder}/parts/tensor-1-of-2", f"{folder}/interrupted/tensor-1-of-2")
+    dist.barrier()
     said["parts of different saves"] = message_of(made.load, f"{folder}/interrupted")
     said["parts of different saves, joined"] = message_of(plain.load, f"{folder}/interrupted", checkpoint.read)
     if world.rank == 0:
@@ -107,6 +111,14 @@ def refused_checkpoints(world, folder):
     groups = mesh(world.device.type, 1, 2, 2)
     alone = make_engine("stage1_os", process_group=groups["data"].get_group())
     said["two groups, one folder"] = message_of(alone.save, f"{folder}/shared")
+    made.save(f"{folder}/late", wait=False).wait()
+    if world.rank == 0:
+        shutil.rmtree(f"{folder}/late/tensor-1-of-2")
+        Path(f"{folder}/late/tensor-1-of-2").write_text("no folder")
+    dist.barrier()
+    said["a part fails while training goes on"] = message_of(made.save(f"{folder}/late", wait=False).wait)
+    state = made.axes.tensor.gather_objects(made.optimizer.state_dict())[1 - made.axes.tensor.rank]
+    said["the optimizer's states of another part"] = message_of(made.optimizer.load_state_dict, state)
     return said
 
 
@@ -114,9 +126,11 @@ REFUSED = {
     "parts, here the whole": "it holds tensor-0-of-2, tensor-1-of-2, and this engine the whole model",
     "a whole model saved among parts": "it holds tensor-0-of-2, and this engine the whole model; take another folder",
     "the whole, here a part": "it holds the whole model, and this engine tensor-.-of-2; give engine.load read=",
-    "parts of different saves": "the number of updates differs",
+    "parts of different saves": "the save differs",
     "parts of different saves, joined": "its parts are of different saves",
     "a part is missing": "it holds tensor-0-of-2, and this engine tensor-1-of-2",
+    "a part fails while training goes on": "cannot save to '.*tensor-1-of-2'",
+    "the optimizer's states of another part": "this state of the optimizer is from tensor-.-of-2 rank",
     "a part is missing, joined": "it holds tensor-0-of-2, and other parts are missing",
 }
 

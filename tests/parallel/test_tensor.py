@@ -1,5 +1,6 @@
 """Tensor parallelism: the bits of the same pieces computed in one process, in every engine."""
 
+from argparse import Namespace
 from functools import partial
 
 import pytest
@@ -87,3 +88,13 @@ def test_what_cannot_be_split_is_refused_in_a_line(worlds, model, message):
 
 def refused(world, model):
     return message_of(tensor.split, build(model), Axes(tensor=mesh(world.device.type, 1, 1, 3)["tensor"].get_group()))
+
+
+def test_a_token_that_no_rank_has_stays_with_the_rank_at_its_end_which_raises():
+    tokens, others = torch.tensor([-1, 0, 127, 128, 255, 256]), {}
+    for rank in (0, 1):
+        own, others[rank] = tensor.own_of(tokens, 128, Namespace(rank=rank, size=2))
+        with pytest.raises(IndexError):
+            torch.nn.functional.embedding(own.masked_fill(others[rank], 0), torch.zeros(128, 1))
+    assert others[0].tolist() == [False] * 3 + [True] * 3
+    assert others[1].tolist() == [True] * 3 + [False] * 3
