@@ -56,7 +56,7 @@ def own_folder(folder, part):
 def claim(comm, folder, part):
     """Refuse a folder that other ranks save into, or that has other parts of a model, or a whole one beside parts."""
     ranks, holder = dist.get_process_group_ranks(comm.group), []
-    with contextlib.suppress(dist.DistError):  # the store ends with the process that holds it
+    with contextlib.suppress(RuntimeError):  # the store ended with the process that held it, or cannot compare
         store, key = dist.group.WORLD.get_group_store(), f"saves into {(folder / part).resolve()}"
         holder = json.loads(store.compare_set(key, "", json.dumps(ranks)))
     if holder and set(holder).isdisjoint(ranks):

@@ -69,9 +69,11 @@ class BackwardOrder:
 
     def begin_backward(self, kept, retained=False):
         """No call is taken yet. Units `kept` for it are whole. If its graph is retained, its calls come back after."""
-        self.now, self._whole = None, set(kept)
+        self.now, self._whole = None, set()
         self._runs.clear()
         self._anew = {number: list(calls) for number, calls in self.forwards.items()} if retained else {}
+        for call in filter(None, map(self.next_of, kept)):
+            call.gathers = False
 
     def until(self, unit, call):
         """Autograd has reached a unit: take all calls before its own, then its own; yield the unit of each.
