@@ -143,7 +143,7 @@ class EngineBase(Backward, Files, NoModule):
 
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
-        # parameter -> bucket; see `reentrant`; hooks on the model, removed with the engine.
+        # {parameter: bucket}; parameters that `reentrant` notes; hooks on the model, removed with the engine.
         self.bucket_of, self.in_checkpoints, self.handles = {}, set(), []
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
