@@ -6,7 +6,9 @@ A checkpoint is a folder:
     000001-rank-00000.safetensors    rank 0's shards, of the first save into this folder
     000001-rank-00001.safetensors    rank 1's
 
-A part of a model (`Axes`) has a folder in it, such as tensor-0-of-2. A file holds flat pieces, each named after its parameter and its first element in it:
+Parts of a model, see `Axes`, have such folders in it: tensor-0-of-2 and so on.
+
+A file holds flat pieces, each named after its parameter and its first element in it:
 
     parameters/wte.weight@4096           values: fp32 master weights if trained; frozen ones in their own dtype
     optimizer/exp_avg/wte.weight@4096    an optimizer state with a number for each element
