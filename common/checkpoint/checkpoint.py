@@ -40,7 +40,7 @@ import torch
 
 from common.checkpoint import model_state, optimizer_state, tensor_file, weights
 from common.checkpoint.encoding import decode, detached, encode
-from common.checkpoint.index import FILE_NAME, claim, flush, is_dcp, own_folder, read_index, replace_index
+from common.checkpoint.index import FILE_NAME, claim, flush, own_folder, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
 from common.tensors import length, within
@@ -153,9 +153,11 @@ def see(there, missing):
 
 
 def load(engine, path, read=None):
-    """Read a checkpoint into an engine, from any stage and world size, or from FSDP2 (`from_dcp`). A collective.
+    """Read a checkpoint into an engine, from any stage and world size. A collective.
 
-    An engine with a part of the model reads the same part; `read` makes it from others, as `parallel.checkpoint.read`.
+    Args:
+        read: how to read another kind: `interop.formats.from_dcp.read` FSDP2's, `parallel.checkpoint.read` other parts
+            of a model than this engine has.
 
     Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save,
     and, if both are fp16, the loss scale. The precision may differ from the save's.
@@ -172,10 +174,6 @@ def load(engine, path, read=None):
     with contextlib.ExitStack() as opened:
         with share_errors(), together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            if read is None and is_dcp(folder):
-                from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
-
-                read = from_dcp.read
             if read is not None:
                 index, source, extra = read(engine, folder)
                 opened.enter_context(source)

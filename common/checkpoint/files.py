@@ -128,7 +128,7 @@ class Files:
         return extra
 
     @in_ordinary_mode
-    def load_weights(self, file):
+    def load_weights(self, file, read=None):
         """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
 
         See `weights.py`. The optimizer's states stay: begin with a fresh engine, unless they fit the new weights too.
@@ -136,7 +136,7 @@ class Files:
         self.zero_grad()
         self.synchronize()
         with self.axes.share_errors():
-            self._initial.take_from_file(weights.load(self, file))
+            self._initial.take_from_file(weights.load(self, file, read))
         self.weight_writes.made(self.buckets + self.frozen)
 
 

@@ -27,6 +27,7 @@ def read_index(folder, name="index.json"):
         written = contents["format"]
         intact = written != FORMAT or contents["sha256"] == digest(contents["index"])
     except (FileNotFoundError, NotADirectoryError) as error:
+        check_not_dcp(folder, "load(folder, read=interop.formats.from_dcp.read)")
         there = f"parts of a model, {', '.join(parts_in(folder))}" if parts_in(folder) else "no checkpoint"
         raise InputError(f"there is {there}; give the folder that save() was given") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -69,9 +70,10 @@ def claim(comm, folder, part):
             raise InputError(f"it holds {there}, and this engine {mine}; take another folder")
 
 
-def is_dcp(folder):
-    """Whether a folder, a Path, is a checkpoint that torch.distributed.checkpoint wrote."""
-    return (folder / ".metadata").is_file() and not (folder / "index.json").exists()
+def check_not_dcp(folder, cure):
+    """Raise InputError if torch.distributed.checkpoint wrote a folder, a Path."""
+    if (folder / ".metadata").is_file():
+        raise InputError(f"torch.distributed.checkpoint wrote it; write {cure}")
 
 
 def replace_index(folder, index):

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: a state dict, one or several safetensors files of whole tensors, or a DCP folder.
+"""Weights from elsewhere: a state dict, or one or several safetensors files of whole tensors.
 
 Each rank reads its own shards. The names are those of model.state_dict(); a parameter with several names may be in the
 file under one or all of them.
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from common.checkpoint import model_state, tensor_file
-from common.checkpoint.index import is_dcp
+from common.checkpoint.index import check_not_dcp
 from common.errors import InputError
 from common.ranks.agreement import check_agreement, together
 from common.tensors import checksum, distinct
 
 
-def load(engine, file):
+def load(engine, file, read=None):
     """Read parameters into an engine, and the buffers and extra state that the file has. A collective.
 
     Values are cast to the engine's dtypes: master weights to fp32, from which 16-bit parameters are rounded. No finite
@@ -28,8 +28,9 @@ def load(engine, file):
     Args:
         engine: any engine.
         file: the same on all ranks: a file's path; for several files the path of their index, such as
-            "model.safetensors.index.json"; for torch.distributed.checkpoint (DCP) the path of the folder; or a state
-            dict.
+            "model.safetensors.index.json"; or a state dict.
+        read: how to read another kind: `read(file, state, extra_state)` returns its `Tensors`, as
+            `interop.formats.dcp.Source` does for a folder of torch.distributed.checkpoint.
 
     Returns:
         The parameters and buffers that were in the file.
@@ -45,7 +46,7 @@ def load(engine, file):
         with together(engine.comm, f"cannot load weights of {told}"):
             extra_state = model_state.extra_state(engine)
             state = {name: value for name, value in engine.state_as_it_stands().items() if name not in extra_state}
-            source = opened.enter_context(_source(file, state, extra_state))
+            source = opened.enter_context((read or _source)(file, state, extra_state))
             name_of = names_in(source, state, extra_state)
             extra_state = source.extra_state(extra_state)
             check_range(engine, source, name_of)
@@ -78,10 +79,7 @@ class StateDict(tensor_file.Tensors):
 def _source(file, state, extra_state):
     if isinstance(file, dict):
         return StateDict(file)
-    if is_dcp(Path(file)):
-        from common.checkpoint import dcp  # noqa: PLC0415  a second, and only where it is used
-
-        return dcp.Source(file, state, extra_state)
+    check_not_dcp(Path(file), "load_weights(folder, read=interop.formats.dcp.Source)")
     return tensor_file.Source(file)
 
 

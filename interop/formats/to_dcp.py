@@ -1,6 +1,6 @@
 """An engine's checkpoint as one of torch.distributed.checkpoint, from which an FSDP2 script resumes.
 
-`common.checkpoint.dcp` has the keys of such a folder. It is written a block of rows at a time, so no tensor need be in
+`interop.formats.dcp` has the keys of such a folder. It is written a block of rows at a time, so no tensor need be in
 memory whole.
 """
 
@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common.checkpoint.dcp import LOSS_SCALER, rows_of
 from common.checkpoint.encoding import decode
 from common.errors import InputError
+from interop.formats.dcp import LOSS_SCALER, rows_of
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra"
 BLOCK = 2**26  # bytes that are written at a time, or a row

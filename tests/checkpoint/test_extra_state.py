@@ -11,6 +11,8 @@ from trap_models import WIDTH, Block, step
 
 from common.errors import InputError
 from interop.export import export, export_folder
+from interop.formats import from_dcp
+from interop.formats.dcp import Source
 from zeropp.export import save_int8
 
 
@@ -78,11 +80,11 @@ def remember(world, engine, kind, path):
     return before, made.full_state_dict()
 
 
-def resume(world, engine, kind, read, path):
+def resume(world, engine, kind, load, *args):
     """The state of a model after it reads a file, and after one more step."""
     made = build(world, engine, kind)
     step(made, inputs(world, 7))
-    getattr(made, read)(path)
+    getattr(made, load)(*args)
     before = made.full_state_dict()
     step(made, inputs(world, 2))
     return before, made.full_state_dict()
@@ -104,8 +106,9 @@ def test_extra_state_is_exported_and_read_back_or_refused_by_name(worlds, tmp_pa
         folder = tmp_path / kind.__name__
         saved, _ = worlds(2).run(remember, "stage3_param", kind, folder)[-1]
         export_folder(folder, tmp_path / f"{kind.__name__}-dcp", "dcp")
-        for read in ("load", "load_weights"):
-            assert same(worlds(1).run(resume, "stage1_os", kind, read, tmp_path / f"{kind.__name__}-dcp")[0][0], saved)
+        for load, read in (("load", from_dcp.read), ("load_weights", Source)):
+            dcp = tmp_path / f"{kind.__name__}-dcp"
+            assert same(worlds(1).run(resume, "stage1_os", kind, load, dcp, read)[0][0], saved)
         with pytest.raises(InputError, match=r"DeepSpeed skips .*, and '1.*' is one"):
             export_folder(folder, tmp_path / "universal", "universal")
         if kind is torch.Tensor:

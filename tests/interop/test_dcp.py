@@ -18,6 +18,8 @@ from training import SEVEN, UNFUSED, batch, message_in_step, same_bits, train_st
 from common import models
 from interop import peers
 from interop.export import export_folder
+from interop.formats import from_dcp
+from interop.formats.dcp import Source
 from lab.compare import relative_difference
 
 MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups and an empty parameter
@@ -114,7 +116,7 @@ def by_fsdp2(world, model, precision, folder, into):
 
 def by_engine(world, stage, model, precision, folder):
     made = build(stage, model, precision=precision, optimizer=UNFUSED, seed=9)
-    extra = made.load(folder)
+    extra = made.load(folder, read=from_dcp.read)
     return train_step(made, world, 3), made.full_state_dict(), extra
 
 
@@ -150,12 +152,12 @@ def test_at_one_rank_the_bits_are_the_same(worlds, tmp_path, model):
         assert same_bits(ours, theirs)
 
 
-def loaded(world, stage, precision, folders):
-    """Load each, take a step; return the weights after it."""
+def loaded(world, stage, precision, readers):
+    """Load each folder by its `read`, take a step; return the weights after it."""
     found = []
-    for folder in folders:
+    for folder, read in readers.items():
         made = build(stage, "odd", seed=9, precision=precision)
-        made.load(folder)
+        made.load(folder, read)
         train_step(made, world, 2)
         found.append(made.full_state_dict() | {"updates": torch.tensor(made.updates)})
     return found
@@ -166,13 +168,14 @@ def test_what_is_exported_is_loaded_as_the_checkpoint_is(worlds, tmp_path, stage
     size = 1 + SEVEN.index(stage) % 3
     worlds(size).run(saved, stage, "odd", precision, tmp_path / "own")
     export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
-    for one, other in worlds(3 - size or 3).run(loaded, stage, precision, [tmp_path / "own", tmp_path / "dcp"]):
+    readers = {tmp_path / "own": None, tmp_path / "dcp": from_dcp.read}
+    for one, other in worlds(3 - size or 3).run(loaded, stage, precision, readers):
         assert same_bits(one, other)
 
 
 def load_weights(world, model, folder):
     made = build("stage3_param", model, seed=9)
-    made.load_weights(folder)
+    made.load_weights(folder, read=Source)
     return made.full_state_dict()
 
 
@@ -275,12 +278,13 @@ SPOILED = {
 
 
 def complaints(world, folders):
-    """An engine's message for each; the engine must stay unchanged."""
+    """An engine's message for each, and for the last without `read`; the engine must stay unchanged."""
     made = build("stage3_param", "odd")
     train_step(made, world)
     before, found = (made.full_state_dict(), str(made.optimizer.state_dict())), []
     for folder in folders:
-        found.append(message_in_step(made.load, folder))
+        found.append(message_in_step(made.load, folder, from_dcp.read))
+    found.append(message_in_step(made.load, folders[-1]))
     assert same_bits(before[0], made.full_state_dict())
     assert before[1] == str(made.optimizer.state_dict())
     train_step(made, world, 1)
@@ -294,10 +298,11 @@ def test_an_incomplete_folder_is_refused(worlds, tmp_path, state):
     (data,) = (tmp_path / "part").glob("*.distcp")
     data.unlink()
     (tmp_path / "none").mkdir()
-    for cut, part, none in worlds(2).run(complaints, [tmp_path / name for name in ("cut", "part", "none")]):
+    for cut, none, part, told in worlds(2).run(complaints, [tmp_path / name for name in ("cut", "none", "part")]):
         assert "UnpicklingError: pickle data was truncated" in cut
         assert f"{data.name} is missing; copy the whole folder" in part
         assert "there is no checkpoint" in none
+        assert "wrote it; write load(folder, read=interop.formats.from_dcp.read)" in told
 
 
 def test_what_does_not_fit_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, state):
@@ -306,5 +311,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_nothing_changes(worlds, tm
         spoil(spoiled)
         store(spoiled, tmp_path / str(number))
     for found in worlds(2).run(complaints, [tmp_path / str(number) for number in range(len(SPOILED))]):
-        answers = {what: (expected, said) for (what, (_, expected)), said in zip(SPOILED.items(), found, strict=True)}
+        answers = {
+            what: (expected, said) for (what, (_, expected)), said in zip(SPOILED.items(), found[:-1], strict=True)
+        }
         assert {what: pair for what, pair in answers.items() if pair[0] not in str(pair[1]) or "\n" in pair[1]} == {}

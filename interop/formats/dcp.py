@@ -44,12 +44,15 @@ class Source(Tensors):
         prefix: the prefix of the model's keys; empty if they are the names.
 
     Raises:
-        InputError: the folder lacks the model or has it twice, one of its values is no tensor, or a file is missing.
+        InputError: the folder lacks the model or has it twice, one of its values is no tensor, or a file is missing,
+            or all are.
     """
 
     at_once = sys.maxsize  # torch reads a whole stored chunk for any part of it
 
     def __init__(self, folder, state, extra_state=()):
+        if not Path(folder, ".metadata").is_file():
+            raise InputError("there is no checkpoint of torch.distributed.checkpoint; give the folder of its save()")
         self._reader = FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)

@@ -1,4 +1,6 @@
-"""A checkpoint of torch.distributed.checkpoint as `checkpoint.load` reads one: training goes on from FSDP2's.
+"""A checkpoint of torch.distributed.checkpoint, read into an engine: training goes on from FSDP2's.
+
+    engine.load(folder, read=from_dcp.read)
 
 The checkpoint must hold what torch's `get_state_dict(model, optimizer)` returns with its default options, the model and
 the optimizer each under a name of its own. Everything else comes back as `extra`, under its keys in the folder.
@@ -7,10 +9,10 @@ the optimizer each under a name of its own. Everything else comes back as `extra
 import torch
 
 from common.checkpoint import model_state
-from common.checkpoint.dcp import LOSS_SCALER, Source
 from common.checkpoint.optimizer_state import name_of
 from common.checkpoint.weights import names_in
 from common.errors import InputError
+from interop.formats.dcp import LOSS_SCALER, Source
 
 PARAMS = "param_groups.0.params"
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # added by torch's schedulers
@@ -31,7 +33,9 @@ def read(engine, folder):
     state = {name: tensor for name, tensor in engine.state_as_it_stands().items() if name not in extra_state}
     source = Source(folder, state, extra_state)
     if not source.prefix:
-        raise InputError("its model has no name of its own; save {'model': ..., 'optim': ...}, or call load_weights")
+        raise InputError(
+            "its model has no name of its own; save {'model': ..., 'optim': ...}, or write load_weights(folder, read=Source)"
+        )
     names = names_in(source, state)
     at = _optimizer_of(source)
     states, scalars = _states(source, at, named)
