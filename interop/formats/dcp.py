@@ -44,8 +44,7 @@ class Source(Tensors):
         prefix: the prefix of the model's keys; empty if they are the names.
 
     Raises:
-        InputError: the folder lacks the model or has it twice, one of its values is no tensor, or a file is missing,
-            or all are.
+        InputError: the folder lacks the model or has it twice, one of its values is no tensor, or a file is missing.
     """
 
     at_once = sys.maxsize  # torch reads a whole stored chunk for any part of it

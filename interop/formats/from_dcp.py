@@ -33,9 +33,8 @@ def read(engine, folder):
     state = {name: tensor for name, tensor in engine.state_as_it_stands().items() if name not in extra_state}
     source = Source(folder, state, extra_state)
     if not source.prefix:
-        raise InputError(
-            "its model has no name of its own; save {'model': ..., 'optim': ...}, or write load_weights(folder, read=Source)"
-        )
+        cure = "save {'model': ..., 'optim': ...}, or write load_weights(folder, read=interop.formats.dcp.Source)"
+        raise InputError(f"its model has no name of its own; {cure}")
     names = names_in(source, state)
     at = _optimizer_of(source)
     states, scalars = _states(source, at, named)
