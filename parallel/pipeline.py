@@ -92,12 +92,14 @@ class Stage(PipelineStage):
         samples: in a micro-batch.
 
     Raises:
-        InputError: it is no engine, or has no pipeline axis.
+        InputError: it is no engine, or has no pipeline axis; or a stage has nothing to train, on all ranks.
     """
 
     def __init__(self, engine, samples):
         if not isinstance(engine, EngineBase) or engine.axes.pipeline is None:
             raise InputError("a stage runs an engine built with model_parallel=Axes(pipeline=group), not its module")
+        with engine.axes.share_errors():
+            engine.guards.check_trainable()
         self.engine, comm, model = engine, engine.axes.pipeline, engine.module
         block = next(block for block in model.blocks if not isinstance(block, nn.Identity))
         shape = samples, model.window - 1, block.attention.out.out_features

@@ -67,9 +67,12 @@ def _agree(engine, places, found):
     sums = torch.tensor(own, device=comm.device)
     everyone = comm.everyones(sums, "what was written")
     engine.accounting.looks.append(("compared", None, len(sums)))
-    if misfit or (everyone != sums).any():
-        agreed = [(f"the gradient of {name!r}", value, how) for name, value in zip(places, own, strict=True)]
-        check_agreement(misfit or agreed, comm, "what was written")
+    agreed = [(f"the gradient of {name!r}", value, how) for name, value in zip(places, own, strict=True)]
+    with engine.axes.share_errors():
+        if misfit or (everyone != sums).any():
+            check_agreement(misfit or agreed, comm, "what was written")
+    if engine.axes.by_name:
+        engine.axes.agree(agreed, comm, "what was written")
 
 
 @torch.no_grad()

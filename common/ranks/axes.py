@@ -95,10 +95,8 @@ class Axes:
         """`check_agreement` over the data axis, and over the others of what the parts have in common."""
         with self.share_errors():
             check_agreement(found, comm, label)
-        apart, whole = (
-            ("parameter ", "buffer ", "keep_fp32", "model_parallel"),
-            {f"parameter {name!r}" for name in self.whole},
-        )
+        apart = ("parameter ", "the gradient of ", "buffer ", "keep_fp32", "model_parallel")
+        whole = {f"{kind}{name!r}" for kind in apart[:2] for name in self.whole}
         options = [line for line in found if not line[0].startswith(apart)]
         for axis, lines in ((self.tensor, [line for line in found if line[0] in whole]), (self.pipeline, [])):
             with self.share_errors():

@@ -16,6 +16,8 @@ from common.engines import find_engine
 from common.ranks.axes import Axes
 from parallel import checkpoint, tensor
 
+CUT = "blocks.0.mlp.up.weight"
+
 # ---- the norm, overflows ---------------------------------------------------------------------------------------
 
 
@@ -54,6 +56,25 @@ def overflow(world, name, poisoned):
 def test_an_overflow_on_one_rank_of_any_axis_skips_the_step_on_all(worlds, name, poisoned):
     found = worlds(4).run(overflow, name, poisoned)
     assert found == [(True, 1, True)] * 4
+
+
+def written_apart(world, name, weight):
+    """Write another gradient on the second tensor rank; return what is said of it."""
+    made, loss_of = split_engine(world, name)
+    inputs, targets = made.module.inputs_and_targets(torch.zeros(2, made.module.window, dtype=torch.uint8))
+    made.backward(loss_of(made(inputs.to(world.device)), targets.to(world.device)))
+
+    def write():
+        with made.gradients(write=True) as found:
+            found[weight] += made.axes.tensor.rank
+
+    return message_of(write)
+
+
+@pytest.mark.parametrize(("weight", "said"), [("ln_f.weight", "the gradient of 'ln_f.weight' differs"), (CUT, None)])
+def test_a_gradient_of_what_is_whole_must_be_written_alike_on_all_tensor_ranks(worlds, name, weight, said):
+    for message in worlds(4).run(written_apart, name, weight):
+        assert message is None if said is None else said in message
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from split_training import mesh, on_one_thread
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.optim import SGD
-from training import BUCKET_MB, SEVEN, message_of, text
+from training import ADAMW, BUCKET_MB, SEVEN, message_of, text
 
 from common import models
 from common.data import Batches
@@ -75,7 +75,7 @@ def of_whole(world, name, model="gpt-tiny", micro_batches=4, steps=3, **options)
     return found, made.full_state_dict()
 
 
-KINDS = (("gpt-tiny", "fp32"), ("llama-tiny", "bf16"), ("gpt-tiny", "fp16"))
+KINDS = (("gpt-tiny", "fp32"), ("llama-tiny", "bf16"), ("gpt-tiny", "fp16"), ("lora-tiny", "fp32"))
 CELLS = list(itertools.product((Schedule1F1B, ScheduleGPipe), (1, 2), KINDS, SEVEN))
 SAMPLED = [pytest.param(*cell, marks=[] if n % 8 == 0 else pytest.mark.exhaustive) for n, cell in enumerate(CELLS)]
 
@@ -123,11 +123,22 @@ def refused(world):
         message_of(pipeline.keep_stage, tied, axes.pipeline),
         message_of(pipeline.keep_stage, odd, axes.pipeline),
         message_of(pipeline.Stage, untied("gpt-tiny"), 1),
+        message_of(pipeline.Stage, engine_of_a_stage(axes, frozen=0), 1),
     ]
 
 
+def engine_of_a_stage(axes, frozen):
+    model = untied("gpt-tiny")
+    pipeline.keep_stage(model, axes.pipeline)
+    model.requires_grad_(axes.pipeline.rank != frozen)
+    group = mesh(axes.pipeline.device.type, 2, 1, 1)["data"].get_group()
+    init = models.initial_values(0)
+    return find_engine("stage1_os")(model, ADAMW, init=init, process_group=group, model_parallel=axes)
+
+
 def test_models_that_no_pipeline_takes_are_refused_in_a_line(worlds):
-    for tied, odd, module in worlds(2).run(refused):
+    for tied, odd, module, frozen in worlds(2).run(refused):
         assert "write pipeline.untie(model)" in tied
         assert odd == "2 pipeline ranks do not divide the 1 layers"
         assert "a stage runs an engine" in module
+        assert "no parameter was trainable" in frozen
