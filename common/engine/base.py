@@ -45,12 +45,14 @@ class EngineBase(Backward, Files, NoModule):
     Args:
         model: an nn.Module on the group's device, or on the meta device together with `init`.
         optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
-            element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`; it is called several times.
-            Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: clamp weights, say,
-            in a `step` of your own, in a subclass or set by the factory. Keep settings that change in `param_groups`.
-            None for a model without trainable parameters, such as a
-            teacher.
-        param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
+            element (or whole parameter by parameter, see below), such as `functools.partial(torch.optim.AdamW,
+            lr=3e-4, fused=True)`; it is called several times. Engines step shard by shard, and `step` sees each shard
+            alone. So hooks are refused: clamp weights, say, in a `step` of your own, in a subclass or set by the
+            factory. Keep settings that change in `param_groups`. None for a model without trainable parameters, such
+            as a teacher.
+        param_groups: torch's list of dicts over the model's trainable parameters; None is one group. A group with
+            `"whole": True` is dealt to ranks in whole parameters, so its optimizer may look at shapes: each of the flat
+            tensors that it steps has `whole`, [(slice, shape)], see `common.optim.MuonAdamW`.
         precision: "fp32", "bf16" or "fp16": the dtype that parameters built in fp32 are kept and used in, and that
             floating inputs are cast to. Parameters built in bf16 or fp16 keep theirs; frozen parameters and
             buffers may have any dtype. 16-bit parameters are stepped by fp32 master weights.
@@ -130,6 +132,9 @@ class EngineBase(Backward, Files, NoModule):
             ties.check_tensors(model)
             self.param_groups = validation.check_groups(model, param_groups, ties.tie(model))
             settings["param_groups"] = [validation.plain(group) for group in self.param_groups]
+            self.whole_bytes, settings['the "whole" groups'] = validation.check_whole(
+                optimizer, self.param_groups, model.named_parameters(), self.comm
+            )
             self._kept_fp32 = validation.check_kept(model, keep_fp32)
             settings["keep_fp32"] = sorted(self._kept_fp32)
             settings["model_parallel"] = validation.check_axes(model_parallel, model, self.comm)
@@ -148,13 +153,14 @@ class EngineBase(Backward, Files, NoModule):
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
         self.sync_gradients, self.in_forward, self.grad_enabled, self.reduce_grads = True, False, False, False
-        self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; the factor on a step's gradients
-        self.naming = self.stepping = self._failed = False
-        # In the backward that runs; and in that, or after one that failed, whether it reduces.
-        self.retains_graph, self.unfinished = False, None
+        # Updates in all, kept in checkpoints; the factor on a step's gradients; whether the backward that runs, or
+        # failed, reduces.
+        self.updates, self._factor, self.unfinished = 0, None, None
+        self.naming = self.stepping = self._failed = self.retains_graph = False
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.axes.mark(model)
-        self.partition()
+        with self.axes.share_errors():
+            self.partition()
         self._initial.place_buffers()
         self._initial.check(self.axes)
         for bucket in self.buckets + self.frozen:
@@ -163,10 +169,8 @@ class EngineBase(Backward, Files, NoModule):
         self.begin_backward()  # gradients may arrive in another engine's backward first
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.guards, self.accounting = Guards(self), self.accounting_class(self)
-        self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
+        self.optimizer = building.optimizer_over(self.buckets, optimizer, self.param_groups, param_groups is None)
         self._group_of = groups_of(self.optimizer)
-        for shard in (shard for bucket in self.buckets for shard in bucket.optimizer_shards):
-            shard.adopt(self.optimizer.state.get(shard.master, {}))  # states made with the optimizer, as Adagrad's
         self.guards.take_optimizer()
         self.weight_writes = WeightWrites(self.buckets + self.frozen)
 
@@ -389,6 +393,9 @@ class EngineBase(Backward, Files, NoModule):
                 self.handles.append(parameter.register_post_accumulate_grad_hook(report))
         bucket.filling = self.filling
         bucket.allocate(self, whole)
+        bucket.check_padding()
+        for shard in bucket.optimizer_shards:
+            shard.master.whole = bucket.whole_in(shard.part)
         (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def dtype_of(self, name, parameter):

@@ -92,11 +92,13 @@ class InitialValues:
             )
 
 
-def shards_of(buckets, param_groups, are_one):
-    """The optimizer's parameters: this rank's shards, in torch's groups or, if the groups `are_one`, in a list."""
+def optimizer_over(buckets, make, param_groups, are_one):
+    """The optimizer that `make` builds over this rank's shards, in torch's groups or, if they `are_one`, in a list."""
     shards = [[] for _ in param_groups]
     for bucket in buckets:
         shards[bucket.kind.group] += [shard.master for shard in bucket.optimizer_shards]
-    if are_one and shards[0]:
-        return shards[0]
-    return [{**group, "params": own} for group, own in zip(param_groups, shards, strict=True)]
+    groups = [{**group, "params": own} for group, own in zip(param_groups, shards, strict=True)]
+    optimizer = make(shards[0] if are_one and shards[0] else groups)
+    for shard in (shard for bucket in buckets for shard in bucket.optimizer_shards):
+        shard.adopt(optimizer.state.get(shard.master, {}))  # states made with the optimizer, as Adagrad's
+    return optimizer

@@ -6,13 +6,18 @@ Index arithmetic alone: nothing here holds a parameter's values or communicates.
     run      | a a a a a a a | b b b | gap | c c c c c | padding |      offsets in elements
     shards   |    rank 0    |    rank 1    |    rank 2    | rank 3 |      shard_numel each
 
-A gap is padding too: it lets the next parameter begin at an aligned address.
+A gap is padding too: it lets the next parameter begin at an aligned address. Parameters of a group with `"whole": True`
+are dealt to ranks whole, so that their optimizer may look at a matrix; shards are as long as the longest:
+
+    run      | a a a a | padding | b b | gap | c c | d d d | padding |
+    shards   |       rank 0      |      rank 1     |      rank 2     |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from common.errors import InputError
 from common.tensors import length, within
 
 # A fused optimizer steps the last few elements of a tensor by other instructions than the rest. Shards of whole
@@ -22,6 +27,8 @@ ALIGNMENT = 32
 # multiple of a cache line, as a tensor of its own does. That costs at most 60 bytes each in fp32, and none if sizes are
 # multiples of 16 elements in fp32, of 32 in 16-bit.
 SLOT_BYTES = 64
+# Buckets of whole parameters grow until their shards are nearly equal; a run that is padded further is refused.
+PADDING, MOST_PADDING = 1.1, 1.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Kind:
     group: int  # index of their parameter group
     trainable: bool
     cut: bool = False  # whether each tensor-parallel rank holds another piece of them
+    whole: bool = False  # whether each lies in one shard
 
 
 def round_up(number, multiple):
@@ -63,14 +71,16 @@ class FlatRange:
 
     def __init__(self, named_parameters, kind, world_size):
         self.kind, self.name = kind, ""
-        self.slots, end = {}, 0  # name -> slot, in order
-        for name, parameter in named_parameters:
-            offset = round_up(end, SLOT_BYTES // kind.dtype.itemsize)
-            self.slots[name] = Slot(name, tuple(parameter.shape), parameter.numel(), offset)
-            end = self.slots[name].end
-        self.numel = end
-        self.shard_numel = round_up(max(end, 1), world_size * ALIGNMENT) // world_size
+        shards = deal(named_parameters, kind, world_size if kind.whole else 1)
+        cut_by = world_size // len(shards)
+        longest = max((slot.end for shard in shards for slot in shard), default=1)
+        self.shard_numel = round_up(max(longest, 1), cut_by * ALIGNMENT) // cut_by
         self.padded_numel = self.shard_numel * world_size
+        self.slots = {  # name -> slot, in order
+            slot.name: replace(slot, offset=slot.offset + number * self.shard_numel)
+            for number, shard in enumerate(shards)
+            for slot in shard
+        }
         self._cuts = [at for slot in self.slots.values() for at in (slot.offset, slot.end)][1:]  # the first begins at 0
         gaps = zip(self._cuts[::2], [*self._cuts[1::2], self.padded_numel], strict=True)
         self.gaps = [slice(begin, end) for begin, end in gaps if begin < end]
@@ -100,11 +110,52 @@ class FlatRange:
             if common.start < common.stop:
                 yield slot.name, within(common, slice(slot.offset, slot.end)), within(common, part)
 
+    def whole_in(self, part):
+        """The parameters of a `whole` run in elements `part`: [(their slice of `part`, shape)].
+
+        Raises:
+            InputError: `part` has a piece of a parameter.
+        """
+        found = []
+        for name, there, here in self.overlaps(part) if self.kind.whole else ():
+            if length(there) < self.slots[name].numel:
+                raise InputError(f"{name!r} is in a group of whole parameters, and ratio= would cut it; give 0 or 1")
+            found.append((here, self.slots[name].shape))
+        return found
+
+    @property
+    def padding(self):
+        """How many times as long it is as its parameters."""
+        return self.padded_numel / max(1, sum(slot.numel for slot in self.slots.values()))
+
+    def check_padding(self):
+        """Refuse whole parameters that N equal shards hold badly."""
+        if self.kind.whole and self.padding > MOST_PADDING:
+            raise InputError(
+                f'"whole": shards of {self.name} would be {self.padding:.2f} times as long as its parameters, because '
+                "each holds whole ones; use fewer ranks, or stages 0 to 2, whose buckets have more parameters"
+            )
+
     def fill(self, target, part, values):
         """Write parameters, `values` {name: flat tensor}, into `target`, which holds elements `part` of the run."""
         for name, there, here in self.overlaps(part):
             if name in values:
                 target[here] = values[name][there].to(target.device, target.dtype)
+
+
+def deal(named_parameters, kind, ranks):
+    """Deal parameters to ranks: the largest first, each to the rank that has least. One rank gets all in their order.
+
+    Returns:
+        For each rank its slots, whose offsets are within its shard.
+    """
+    shards, ends = [[] for _ in range(ranks)], [0] * ranks
+    for name, parameter in sorted(named_parameters, key=lambda member: -member[1].numel() if ranks > 1 else 0):
+        rank = min(range(ranks), key=ends.__getitem__)
+        offset = round_up(ends[rank], SLOT_BYTES // kind.dtype.itemsize)
+        shards[rank].append(Slot(name, tuple(parameter.shape), parameter.numel(), offset))
+        ends[rank] = shards[rank][-1].end
+    return shards
 
 
 def kinds(named_parameters, param_groups, dtype_of):
@@ -113,10 +164,14 @@ def kinds(named_parameters, param_groups, dtype_of):
     `dtype_of(name, parameter)` is the dtype that a parameter is kept in.
     """
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
+    whole_groups = {index for index, group in enumerate(param_groups) if group.get("whole")}
     sorted_by_kind = {}
     for name, parameter in named_parameters:
-        cut = getattr(parameter, "cut_on_tensor_axis", False)
-        kind = Kind(dtype_of(name, parameter), group_of.get(parameter, 0), parameter.requires_grad, cut)
+        group, trainable = group_of.get(parameter, 0), parameter.requires_grad
+        cut, whole = getattr(parameter, "cut_on_tensor_axis", False), group in whole_groups
+        if cut and whole:
+            raise InputError(f'"whole": a tensor rank has but a piece of {name!r}; list it in another group')
+        kind = Kind(dtype_of(name, parameter), group, trainable, cut, trainable and whole)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 
@@ -126,20 +181,26 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
     cut: one larger than a bucket has a bucket of its own. Runs are ordered as they fill. 16-bit parameters count as
-    fp32, in which their gradients are added and stepped.
+    fp32, in which their gradients are added and stepped. Whole parameters take as wide buckets as equal shards need.
     """
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}
     packed = []
+
+    def even(kind, members):
+        return not kind.whole or FlatRange(members, kind, world_size).padding <= PADDING
+
     for kind, members in kinds(last_registered_first, param_groups, dtype_of).items():
-        size = None
+        size, first = None, len(packed)
         for name, parameter in members:
             nbytes = parameter.numel() * max(kind.dtype.itemsize, 4)
-            if size is None or size + nbytes > bucket_bytes:
+            if size is None or (size + nbytes > bucket_bytes and even(*packed[-1])):
                 packed.append((kind, []))
                 size = 0
             packed[-1][1].append((name, parameter))
             size += nbytes
+        while len(packed) > first + 1 and not even(*packed[-1]):
+            packed[-2][1].extend(packed.pop()[1])
     packed.sort(key=lambda bucket: position[bucket[1][-1][0]])
     runs = [make(members, kind, world_size) for kind, members in packed]
     for number, run in enumerate(runs):

@@ -109,6 +109,42 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
     return (per_element, state_bytes[64] - 64 * per_element), f"{name}{plain(whole.defaults)}"
 
 
+def check_whole(optimizer, groups, named, comm):
+    """Probe that the optimizer steps each parameter of a `whole` group by itself, wherever in a flat shard it lies.
+
+    Args:
+        optimizer: the factory.
+        groups: of the model's parameters, whose names `named` has.
+
+    Returns:
+        Bytes of state per element and per tensor of such a group; the groups' options, as text.
+    """
+    sizes, found, name_of = (0, 0), [], {parameter: name for name, parameter in named}
+    values, *gradients = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(comm.device)
+    gradients[1][0] = math.nan
+    for group in (group for group in groups if group.get("whole")):
+        for parameter in {parameter.ndim: parameter for parameter in group["params"]}.values():
+            shape = (4, 8, *[1] * (parameter.ndim - 2)) if parameter.ndim > 1 else (32,)
+            whole = {**group, "params": shape}
+            try:
+                expected, two = _probed(optimizer, values, gradients, (32,), (32,), whole=whole)
+                stepped, one = _probed(optimizer, values, gradients, (64,), whole=whole)
+            except Exception as error:
+                why = " ".join(str(error).split())
+                raise InputError(
+                    f"the optimizer cannot step {name_of[parameter]!r}, of a whole group: {why}"
+                ) from error
+            if not _alike(stepped, expected):
+                raise InputError(
+                    f"{type(one).__name__} steps two parameters in one flat tensor differently from each alone; step "
+                    "what is in its `whole`, [(slice, shape)], as common.optim.MuonAdamW does"
+                )
+            once, twice = (storage_bytes(tensors_of_state(made)) for made in (one, two))
+            sizes = (2 * once - twice) // 64, twice - once
+            found.append(plain(one.param_groups[0]))
+    return sizes, str(found)
+
+
 # Parameters that hold 64 elements, as models have them.
 SHAPES = (
     ("two parameters", (32,), (32,)),
@@ -119,18 +155,25 @@ SHAPES = (
 OF_SHARDS = "so its step on a shard would depend on what other ranks hold"
 OF_LOSSES = "and engines step without the loss; write SAM by engine.gradients() and gathered(write=True)"
 OF_NORMS = "which some ranks would not see; the engine's skip_norm= and clip_norm= look at the whole gradient"
-OF_SHAPES = "and engines step flat shards of several parameters; give what each kind needs in param_groups="
+OF_SHAPES = (
+    "and engines step flat shards of several parameters; give what each kind needs in param_groups=, and what it must "
+    'see as matrices in a group with "whole": True, see common.optim.MuonAdamW'
+)
 
 
-def _probed(optimizer, values, gradients, *shapes, together=False):
+def _probed(optimizer, values, gradients, *shapes, together=False, whole=None):
     """Step elements held by parameters of these shapes, `together` or, as engines do, each alone.
+
+    They are flat shards of a group of whole parameters if that is given, with the shape of 32 elements as its `params`.
 
     Returns:
         The elements after each step [steps, elements]; the optimizer.
     """
     sizes, found = [math.prod(shape) for shape in shapes], []
     parts = [nn.Parameter(part.clone().view(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
-    probe = optimizer(parts)
+    for part in parts if whole else ():
+        part.whole = [(slice(at, at + 32), whole["params"]) for at in range(0, len(part), 32)]
+    probe = optimizer([{**whole, "params": parts}] if whole else parts)
     for gradient in gradients:
         for part, piece in zip(parts, gradient.split(sizes), strict=True):
             part.grad = piece.clone().view_as(part)
@@ -196,7 +239,8 @@ def plain(options):
 
 
 def _not_elementwise(why, hence, refusal="the optimizer does not work element by element"):
-    return f"{refusal} ({' '.join(why.split())}), {hence}; use AdamW, Adam, SGD, Adagrad or RMSprop"
+    instead = "use AdamW, Adam, SGD, Adagrad or RMSprop, or common.optim.MuonAdamW"
+    return f"{refusal} ({' '.join(why.split())}), {hence}; {instead}"
 
 
 def check_groups(model, param_groups, tied):
@@ -208,6 +252,8 @@ def check_groups(model, param_groups, tied):
     if not all(isinstance(group, dict) and "params" in group for group in groups):
         raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
     _check_rates(groups)
+    for group in groups:
+        check_types({"whole": bool}, group)
     groups = [{**group, "params": list(group["params"])} for group in groups]
     for group in groups if tied else ():
         group["params"] = list(dict.fromkeys(tied.get(parameter, parameter) for parameter in group["params"]))

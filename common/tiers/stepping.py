@@ -99,6 +99,7 @@ class Stepper:
             factor: multiplies the gradient: a number or a scalar tensor on the CPU; None leaves it.
         """
         self._piece, self._gradient, self._factor = shard, shard.mean, factor
+        self._weights.whole = shard.master.whole
         # 16-bit parameters go up in the gradient's buffer, which has their size and is spent by then.
         self._fresh = shard.gradient_shard if shard.gradient_shard.dtype != torch.float32 else shard.master.detach()
         options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}

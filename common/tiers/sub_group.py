@@ -34,6 +34,11 @@ class TieredBucket(Bucket):
         states_at: {name: place} of the optimizer's states on disk, made in its first step.
     """
 
+    def __init__(self, named_parameters, kind, world_size):
+        if kind.whole:
+            raise InputError('"whole": sub-groups cut parameters; use stages 0 to 3 or offload, or AdamW')
+        super().__init__(named_parameters, kind, world_size)
+
     def allocate(self, engine, whole):
         """Make places for what the rank keeps by the ownership table, in the tiers of the placement table."""
         shard, dtype, placed = engine.owned(self).parameters, self.kind.dtype, engine.placed(self)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from common.engine.layout import ALIGNMENT, SLOT_BYTES, FlatRange, buckets, kinds
+from common.engine.layout import ALIGNMENT, PADDING, SLOT_BYTES, FlatRange, buckets, kinds
 
 DIMENSION = st.integers(0, 40)
 SHAPES = st.one_of(st.just(()), st.tuples(DIMENSION), st.tuples(DIMENSION, DIMENSION), st.just((7, 15)))
@@ -63,7 +63,7 @@ def test_shards_are_equal_aligned_cover_the_run_and_waste_less_than_one_step(mem
         assert run.shard_numel % ALIGNMENT == 0
         assert [shard.start for shard in shards[1:]] == [shard.stop for shard in shards[:-1]]
         assert run.whole() == slice(shards[0].start, shards[-1].stop)
-        assert 0 <= run.padded_numel - run.numel <= world_size * ALIGNMENT
+        assert 0 <= run.padded_numel - max(slot.end for slot in run.slots.values()) <= world_size * ALIGNMENT
 
 
 @settings(deadline=None)
@@ -133,7 +133,7 @@ def test_parameters_and_gaps_fill_a_run_and_parameters_begin_at_cache_lines(memb
 def test_a_shard_holds_parts_of_several_parameters():
     (kind, named), *_ = kinds(*of_sizes(50, 30, 32)).items()
     run = FlatRange(named, kind, 4)
-    assert (run.shard_numel, run.padded_numel, run.numel) == (32, 128, 128)
+    assert (run.shard_numel, run.padded_numel) == (32, 128)
     laid = [[(name, there, here.start) for name, there, here in run.overlaps(run.shard(rank))] for rank in range(4)]
     assert laid == [
         [("p0", slice(0, 32), 0)],
@@ -146,7 +146,46 @@ def test_a_shard_holds_parts_of_several_parameters():
 
 def test_nothing_but_empty_parameters_still_makes_a_run():
     (run,) = buckets(*of_sizes(0, 0), 1000, 2)
-    assert (run.numel, run.padded_numel) == (0, 2 * ALIGNMENT)
+    assert run.padded_numel == 2 * ALIGNMENT
+
+
+# ---- whole parameters -------------------------------------------------------------------------------------------
+
+
+def whole(shapes, width=1):
+    """Named matrices of a whole group, width * shape each, and that group."""
+    named, groups, dtype_of = make([((width * a, width * b), torch.float32, 0, True) for a, b in shapes])
+    return named, [{**groups[0], "whole": True}], dtype_of
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=25), BUCKET_BYTES, WORLD_SIZES)
+def test_a_whole_parameter_lies_in_one_shard_and_buckets_grow_until_shards_are_even(shapes, bucket_bytes, world_size):
+    named, groups, dtype_of = whole(shapes)
+    runs = buckets(named, groups, dtype_of, bucket_bytes, world_size)
+    found = {}
+    for run in runs:
+        for rank in range(world_size):
+            for here, shape in run.whole_in(run.shard(rank)):
+                slot = next(s for s in run.slots.values() if s.offset == run.shard(rank).start + here.start)
+                assert (slot.shape, here.stop - here.start) == (shape, slot.numel)
+                found[slot.name] = rank
+        assert len(runs) == 1 or run.padding <= PADDING
+    assert found.keys() == dict(named).keys()
+
+
+BLOCK = [(3, 1), (1, 1), (4, 1), (1, 4)]  # of a GPT, in widths
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "together"), [(2, 1.17, 1), (3, 1, 1), (4, 1.33, 1), (8, 2.67, 1), (64, 21.33, 1.33)]
+)
+def test_one_block_dealt_by_itself_pads_its_shards_and_a_whole_model_does_not(ranks, alone, together):
+    """24 blocks; stages 0 to 2 deal them together, stage 3 each by itself."""
+    named, groups, dtype_of = whole(BLOCK * 24, width=64)
+    (kind, members), *_ = kinds(named, groups, dtype_of).items()
+    assert FlatRange(members[:4], kind, ranks).padding == pytest.approx(alone, abs=0.005)
+    assert FlatRange(members, kind, ranks).padding == pytest.approx(together, abs=0.005)
 
 
 @pytest.mark.parametrize(
