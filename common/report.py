@@ -27,6 +27,8 @@ def counts_of(row):
     for name, said in MOVED.items():
         for way, predicted in row.get(f"predicted_{name}", {}).items():
             lines.append((f"{said.format(way)}, bytes per step", str(row[name].get(way, 0)), str(predicted)))
+    if "padding" in row:
+        lines.append(("shards of whole matrices, over their size", f"{row['padding']:.3f}", "-"))
     lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
     return lines
 

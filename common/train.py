@@ -15,7 +15,7 @@ import torch
 from rich.progress import TextColumn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common import models
+from common import models, optim
 from common.checkpoint import runs
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
@@ -50,6 +50,8 @@ def main(package, arguments=None, add_own=None):
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
     runs.add_arguments(parser)
+    muon = "adamw (default), or muon, for the matrices of layers, at 20 times --lr"
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=muon)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
     to_record = "record two steps here, for ui.perfetto.dev; timings leave them out"
     parser.add_argument("--trace", metavar="FILE", help=to_record)
@@ -82,7 +84,7 @@ def add_arguments(parser):
     parser.add_argument("--deterministic", action="store_true", help="add in a fixed order on CUDA too")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
     # Defaults for options that not all commands have.
-    parser.set_defaults(engines="stage0_ddp", save=None, trace=None, generate=None, own={})
+    parser.set_defaults(engines="stage0_ddp", optimizer="adamw", save=None, trace=None, generate=None, own={})
 
 
 def add_checkpoints(parser):
@@ -111,6 +113,8 @@ def check_options(options):
     for name in options.engines.split(","):
         find_engine(name)
     check_counts(options, "steps")
+    if options.optimizer == "muon" and not optim.split(model)[0]:
+        raise InputError(f"--optimizer muon: no layer of {options.model} has a matrix; choose a gpt or llama model")
     if not 0 <= options.lr < float("inf"):
         raise InputError(f"--lr {options.lr}: give a finite learning rate of 0 or more")
     if options.clip_norm is not None and not options.clip_norm > 0:
@@ -158,6 +162,16 @@ def make_batches(options):
     return Batches(load_text(options.data), build_model(options).window, options.batch, options.seed)
 
 
+def choose_optimizer(options, module):
+    """The factory that the options name, and what an engine is told of groups: {"param_groups": ...} or {}."""
+    adamw = {"lr": options.lr, "fused": True}
+    if options.optimizer == "adamw":
+        return partial(torch.optim.AdamW, **adamw), {}
+    matrices, rest = optim.split(module)
+    groups = [{"params": matrices, "whole": True}, {"params": rest}]
+    return partial(optim.MuonAdamW, muon={"lr": 20 * options.lr}, adamw=adamw), {"param_groups": groups}
+
+
 def train(world, name, options, progress=None):
     """Train one engine and measure it.
 
@@ -174,9 +188,9 @@ def train(world, name, options, progress=None):
     if options.deterministic:
         choose_exact_kernels(world.device)
     module = build_model(options)
-    optimizer = partial(torch.optim.AdamW, lr=options.lr, fused=True)
+    optimizer, groups = choose_optimizer(options, module)
     taken = {name: getattr(options, name) for name in ("precision", "clip_norm", "bucket_mb", "deterministic")}
-    engine = make(module, optimizer, init=models.initial_values(options.seed), **taken, **options.own)
+    engine = make(module, optimizer, init=models.initial_values(options.seed), **groups, **taken, **options.own)
     runs.begin_stream(options.seed, world.rank)
     ours = hasattr(engine, "comm")
     if ours and options.offload_activations:
@@ -204,6 +218,11 @@ def train(world, name, options, progress=None):
     weights = engine.full_state_dict()
     row["param_sha256"] = sha256(weights)
     row["parameters"] = models.count(module)
+    if options.optimizer == "muon":
+        whole = [bucket for bucket in engine.buckets if bucket.kind.whole]
+        row["padding"] = sum(bucket.padded_numel for bucket in whole) / sum(
+            bucket.padded_numel / bucket.padding for bucket in whole
+        )
     if run.recording is not None:
         trace = run.recording.collect()
         with together(engine.comm, f"--trace {options.trace}"):
@@ -296,6 +315,7 @@ def _train_and_report(world, package, options):
         return
     if options.json:
         asked = {"world_size": world.size, "model": options.model, "precision": options.precision, **how(options)}
+        asked["optimizer"] = options.optimizer
         write_json(options.json, {**asked, "hardware": hardware(world.device), **row})
     title = f"{package}: {options.model} on {world.size} ranks"
     if row["model_state_bytes"] is None:

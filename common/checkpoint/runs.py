@@ -41,7 +41,7 @@ from common.ranks.agreement import check_agreement, together
 NAME = re.compile(r"step-(\d{8,})")
 # Options that decide a run's numbers, and must be the same on resume. The number of ranks may change.
 SAMPLES = ("model", "batch", "seed")
-ARITHMETIC = ("accumulate", "no_sync", "precision", "deterministic", "clip_norm", "lr", "cosine")
+ARITHMETIC = ("accumulate", "no_sync", "precision", "deterministic", "clip_norm", "lr", "cosine", "optimizer")
 # Options in which ranks may differ, as each node has its own paths and cores; the engine itself checks `own`.
 OF_A_NODE = ("data", "json", "trace", "save", "path", "nproc", "oversubscribe", "own")
 OWNER = "in-use"  # the file whose lock marks a live run; it names the run

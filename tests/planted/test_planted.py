@@ -4,6 +4,7 @@ import dis
 import functools
 
 import infinity_probes
+import muon_probes
 import offload_probes
 import parallel_probes
 import pytest
@@ -23,6 +24,7 @@ LISTS = [
     read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
     read("zeropp", (), vars(zeropp_probes), size=4),
     read("parallel", ("stage1_os",), vars(parallel_probes), size=4),
+    read("muon", ("stage1_os",), vars(muon_probes)),
 ]
 MUTANTS = [mutant for mutants in LISTS for mutant in mutants]
 CASES = [(mutant, engine) for mutant in MUTANTS for engine in mutant.engines]
@@ -81,6 +83,7 @@ def test_no_probe_finds_a_fault_in_a_healthy_engine(worlds, tmp_path, probe, nam
 
 
 def test_the_page_says_how_many_faults_are_planted():
-    numbers = "{} faults are planted in the stages, {} in Offload, {} in Infinity, {} in ZeRO++, {} in `parallel/`"
+    numbers = "{} faults are planted in the stages, {} in Offload, {} in Infinity, {} in ZeRO++, {} in `parallel/`, "
+    numbers += "{} in whole matrices"
     page = " ".join((ROOT / "tests/README.md").read_text().split())
     assert numbers.format(*map(len, LISTS)) in page
