@@ -558,7 +558,7 @@ LOOKS_BEYOND = {
     "no optimizer": (lambda parameters: None, "^optimizer makes a NoneType; give what makes a torch.optim.Optimizer$"),
     "decay for matrices": (
         decays_matrices_alone,
-        "steps matrices differently .* give what .* in param_groups=; use AdamW",
+        'steps matrices differently .* give what .* in param_groups=, and .* with "whole": True, .* use AdamW',
     ),
     **{
         f"{n} dimensions": (centralizes(n), f"Own steps {what} differently")
