@@ -244,6 +244,7 @@ def _index(engine, tensors):
                 "shape": list(slot.shape),
                 "dtype": str(dtypes[None]).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
+                "whole": bucket.kind.whole,
                 "cut": engine.axes.cut_of(slot.name),
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others
@@ -291,7 +292,8 @@ def _described(index):
     found = {"the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups"}
     for name, told in index["parameters"].items():
         kind, group = tensor_file.kind(getattr(torch, told["dtype"]), told["shape"]), told["group"]
-        found[f"parameter {name!r}"] = f"{kind}, {'frozen' if group is None else f'in group {group}'}"
+        of_whole = " of whole parameters" * told.get("whole", False)
+        found[f"parameter {name!r}"] = f"{kind}, {'frozen' if group is None else f'in group {group}{of_whole}'}"
     found |= {f"buffer {name!r}": f"of shape {shape}" for name, shape in index["buffers"].items()}
     return found | {f"extra state {key!r}": "there" for key in index["extra_state"]}
 

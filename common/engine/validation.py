@@ -120,6 +120,10 @@ def check_whole(optimizer, groups, named, comm):
         Bytes of state per element and per tensor of such a group; the groups' options, as text.
     """
     sizes, found, name_of = (0, 0), [], {parameter: name for name, parameter in named}
+    if not any(group.get("whole") for group in groups):
+        if "whole" in optimizer([nn.Parameter(torch.zeros(1, device=comm.device))]).defaults:
+            raise InputError('no group is "whole", so no matrix would be stepped as one; see common.optim.split')
+        return sizes, ""
     values, *gradients = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(comm.device)
     gradients[1][0] = math.nan
     for group in (group for group in groups if group.get("whole")):

@@ -37,7 +37,8 @@ def read(engine, folder):
         raise InputError(f"its model has no name of its own; {cure}")
     names = names_in(source, state)
     at = _optimizer_of(source)
-    states, scalars = _states(source, at, named)
+    whole = {name for bucket in engine.buckets if bucket.kind.whole for name in bucket.slots}
+    states, scalars = _states(source, at, named, whole)
     groups, group_of = _groups(source, at, engine.optimizer, named)
     _check_alike(engine.buckets, scalars)
 
@@ -52,6 +53,7 @@ def read(engine, folder):
             "shape": list(parameter.shape),
             "dtype": str(source.tensors[f"parameters/{name}"][0]).removeprefix("torch."),
             "group": group_of.get(name) if takes_part else None,
+            "whole": name in group_of and groups[group_of[name]].get("whole", False),
             "states": list(states.get(name, {})),
             "scalars": scalars.get(name, {}),
         }
@@ -107,7 +109,7 @@ def _groups(source, at, optimizer, named):
     return groups, group_of
 
 
-def _states(source, at, named):
+def _states(source, at, named, whole):
     """{parameter: {state: key}} of states with a number for each element; {parameter: {state: value}} of the others."""
     found, before = [], f"{at}state."  # (parameter, state, key)
     for key in source.stored:
@@ -118,8 +120,9 @@ def _states(source, at, named):
             found.append((name, one, key))
     there = {(name, one) for name, one, _ in found}
     for one in sorted({one for _, one, _ in found}):
+        kept = {name in whole for name, kind, _ in found if kind == one}  # by whole groups, by others, or both
         for name, parameter in named.items():
-            if parameter.requires_grad and (name, one) not in there:
+            if parameter.requires_grad and (name in whole) in kept and (name, one) not in there:
                 raise InputError(
                     f"'{before}{name}.{one}' is missing; if the parameter never had a gradient, freeze it here"
                 )

@@ -9,6 +9,8 @@ from torch import nn
 from training import STAGES, make_engine, message_of, same_bits
 
 from common.optim import MuonAdamW, split
+from interop.export import export_folder
+from interop.formats import from_dcp
 
 TAKERS = (*STAGES, "offload", "quantized:Copies")  # ZeRO-Infinity refuses, as its sub-groups cut matrices
 LOOPS = {"plain": {}, "clipped": {"clip": 0.5}, "accumulated": {"number": 2}, "no_sync": {"number": 2, "no_sync": True}}
@@ -69,6 +71,36 @@ def test_what_stage_1_saves_every_engine_resumes_at_another_world_size(worlds, t
     for one in TAKERS[1:]:
         for mine, theirs in zip(worlds(3).run(resumed, one, tmp_path)[0], expected, strict=True):
             assert same_bits(mine, theirs), one
+
+
+def through_dcp(world, folder):
+    made = muon_engine("stage2_grad", seed=1)
+    made.load(folder, read=from_dcp.read)
+    return made.full_state_dict(), by_engine(world, made, range(2, 4))[1]
+
+
+def test_a_script_may_hand_it_on_by_torchs_checkpoints(worlds, tmp_path):
+    worlds(2).run(saved, tmp_path / "own")
+    export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
+    expected = worlds(3).run(resumed, "stage0_ddp", tmp_path / "own")[0]
+    for mine, theirs in zip(worlds(3).run(through_dcp, tmp_path / "dcp")[0], expected, strict=True):
+        assert same_bits(mine, theirs)
+
+
+def other_groups(world, folder):
+    """Save with the first matrix in a whole group; what is said to an engine with the second one in it."""
+
+    def build(whole):
+        module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        groups = [{"params": [module[n].weight], "whole": n == whole} for n in range(2)]
+        return make_engine("stage0_ddp", module, OPTIMIZER, param_groups=groups)
+
+    build(0).save(folder)
+    return message_of(build(1).load, folder)
+
+
+def test_a_group_that_was_saved_whole_is_loaded_whole(worlds, tmp_path):
+    assert "in group 0 of whole parameters in the checkpoint" in worlds(1).run(other_groups, tmp_path)[0]
 
 
 def scheduled(world, one):
@@ -148,7 +180,12 @@ def of_a_bias(world, whole):
 
 
 @pytest.mark.parametrize(
-    ("whole", "said"), [(True, "cannot step '0.bias', of a whole group"), (1, "whole=1: give True or False")]
+    ("whole", "said"),
+    [
+        (True, "cannot step '0.bias', of a whole group"),
+        (False, 'no group is "whole"'),
+        (1, "whole=1: give True or False"),
+    ],
 )
 def test_groups_that_muon_cannot_step_are_refused_by_name(worlds, whole, said):
     assert said in worlds(1).run(of_a_bias, whole)[0]
