@@ -22,7 +22,7 @@ from lab import figures
 
 COUNTED, RANKS = "gpt-124m", (2, 8, 32)  # the model and world sizes of the table
 NS_STEPS = 5  # of torch.optim.Muon, by default
-RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (5e-4, 1e-3, 2e-3)}  # Muon's own is 20 times as high
+RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (5e-4, 1e-3, 2e-3)}  # Muon's own is 20 times as high
 SMOOTH = 20  # losses averaged in a point of the figure
 
 
@@ -133,7 +133,7 @@ def figure(results):
         axes.plot(range(SMOOTH, SMOOTH + len(losses)), losses, label=f"{optimizer}, --lr {run['lr']:g}")
     axes.set(xlabel="steps", ylabel=f"loss, mean of {SMOOTH} steps")
     axes.legend(frameon=False)
-    drawn.suptitle(f"{results['model']}, {results['batch']} samples a step\n{results['hardware']}", fontsize=10)
+    drawn.suptitle(f"{results['model']}, {results['batch']} samples a step, on Python's own source")
     return drawn
 
 
