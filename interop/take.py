@@ -34,6 +34,7 @@ __all__ = ["Engine"]
 Engine.reduces_at_once = {reduces_at_once}  # each backward, under no_sync too: what the suite holds it to
 """
 LIBRARIES = ("deepspeed/**/*.py", "fsdp/*.py", "accelerate.py", "fabric.py", "transformers.py")  # in interop/
+OPTIMIZERS = "common.optim"  # which no engine imports
 SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 
 
@@ -94,14 +95,14 @@ def of_engine(name):
     own = ROOT / found.__module__.partition(".")[0] / "__init__.py"  # may import its neighbours: not taken
     named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
     exports = EXPORTS.format(module=found.__module__, named=named, reduces_at_once=name not in SILENT)
-    return needed(found.__module__, without=own), (found.__doc__ or "").split("\n")[0], exports
+    return needed(found.__module__, OPTIMIZERS, without=own), (found.__doc__ or "").split("\n")[0], exports
 
 
 def of_words():
     """The same for all APIs of other libraries, with the engines that they find by name."""
     files = [file.relative_to(ROOT) for place in LIBRARIES for file in (ROOT / "interop").glob(place)]
     modules = [".".join(file.with_suffix("").parts) for file in files]
-    return needed(*ENGINES, *modules), "Import what is in interop/.", ""
+    return needed(*ENGINES, OPTIMIZERS, *modules), "Import what is in interop/.", ""
 
 
 def licence():
