@@ -14,8 +14,8 @@
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine, -small-models,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity, -zeropp (root, iproute2), -museum, -simulated,
-#                 -words
+#                 -infinity, -zeropp (root, iproute2), -muon, -museum,
+#                 -simulated, -words
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make site       write the explorer (a page with sliders for a model and its
 #                 GPUs) and the lesson pages (two engines side by side, their
@@ -41,7 +41,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp museum simulated words
+RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated words
 
 .PHONY: help demo notebooks site slides student infinity test test-gpu gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -155,6 +155,9 @@ record-zeropp: $(INSTALLED)
 record-simulated: $(INSTALLED)
 	$(BIN)/python -m lab.plan.scaling --json results/scaling.json
 	$(BIN)/python -m lab.gpu_counts --json results/gpu_counts.json
+
+record-muon: $(INSTALLED)
+	$(BIN)/python -m lab.muon --nproc 2 --json results/muon.json
 
 record-museum: $(INSTALLED)
 	$(BIN)/python -m interop.museum --json results/museum.json
