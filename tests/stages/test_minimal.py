@@ -40,7 +40,7 @@ PAGES = {  # engine -> its page's module and class, and lines of code at most
     "offload": ("offload.minimal", "OffloadedOptimizer", 72),
     "offload.nvme": ("offload.minimal_nvme", "StatesOnDisk", 101),
     "zeropp": ("zeropp.minimal", "CompressedCommunication", 102),
-    "zeropp.hybrid": ("zeropp.minimal_hybrid", "ShardedInNodes", 98),
+    "zeropp.hybrid": ("zeropp.minimal_hybrid", "ShardedInNodes", 96),
     "parallel": ("parallel.minimal", "train", 64),
 }
 IN_NODES = ("zeropp", "zeropp.hybrid", "parallel")  # for 4 ranks

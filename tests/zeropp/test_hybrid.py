@@ -3,15 +3,15 @@
 import contextlib
 import functools
 
+import hybrid_probes
 import pytest
 import torch
 import zeropp_probes as probes
 from matrix import Cell, train_cell
-from torch import nn
-from training import UNFUSED, batch, make_engine, message_in_step, same_bits, train_step
+from training import batch, make_engine, message_in_step, same_bits, train_step
 
 from common import models
-from common.engine.mixed_precision import DTYPES, LossScaler
+from common.engine.mixed_precision import LossScaler
 from common.loop import sha256
 
 # ---- bits ---------------------------------------------------------------------------------------------------------
@@ -119,95 +119,16 @@ def test_a_checkpoint_goes_to_any_engine_and_world_size_and_holds_each_element_o
 # ---- the hop across, with the last micro-batch alone ----------------------------------------------------------------
 
 
-class Told(nn.Module):
-    """Its parameters' gradients are what it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(elements)) for elements in (300, 40))
-
-    def forward(self, a, b=None):
-        return (self.a * a).sum() + (0 if b is None else (self.b * b).sum())
-
-
-def told(rank, micro, names):
-    """What a rank's model is told in a micro-batch: gradients in bf16, of these parameters."""
-    generator = torch.Generator().manual_seed(100 * micro + rank)
-    return [torch.randn(len(getattr(Told(), name)), generator=generator).bfloat16() for name in names]
-
-
-# The micro-batches of a step: (whether it is the last before gradients cross, the parameters that it uses).
-STEPS = {
-    "one": [(True, "ab")],
-    "three": [(False, "ab"), (False, "ab"), (True, "ab")],
-    "b is used in the first": [(False, "ab"), (False, "a"), (True, "a")],
-    "b is used in the last": [(False, "a"), (True, "ab")],
-    "none is the last": [(False, "ab"), (False, "a")],
-    "gradients cross twice": [(False, "ab"), (True, "ab"), (False, "a"), (False, "ab"), (True, "a")],
-    "and some do at the step": [(True, "ab"), (False, "ab")],
-}
-
-
-def by_hand(name, step, dtype, ranks, per_node):
-    """A parameter's mean gradient, in one process: fp32 sums of each node, added node by node, rounded once a hop."""
-    step, zeros, mean = list(step), torch.zeros(len(getattr(Told(), name))), None
-    if not step[-1][0]:
-        step.append((True, ""))  # step() reduces what is left
-    sums = [[zeros.clone()] if not step[0][0] else [] for _ in range(ranks // per_node)]
-    for micro, (last, names) in enumerate(step):
-        pieces = [told(rank, micro, names)[names.index(name)] if name in names else zeros for rank in range(ranks)]
-        of_nodes = [pieces[at : at + per_node] for at in range(0, ranks, per_node)]
-        if not last:
-            sums = [
-                [functools.reduce(torch.add, own, *(kept or [zeros]))] for kept, own in zip(sums, of_nodes, strict=True)
-            ]
-            continue
-        first, *others = [term.float() for kept, own in zip(sums, of_nodes, strict=True) for term in [*kept, *own]]
-        arrived = (functools.reduce(torch.add, others, first) / ranks).to(dtype)
-        mean, sums = arrived if mean is None else mean.float() + arrived, [[] for _ in sums]
-    return mean.float()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("world", [4, 6], indirect=True)
+@pytest.mark.parametrize("step", hybrid_probes.STEPS)
+@pytest.mark.ranks(4, 6)
 def test_no_micro_batch_is_dropped_and_the_mean_is_that_of_the_definition(world, precision, step):
-    made = make_engine("replicated:Deferred", Told(), UNFUSED, precision=precision)
-    for again in range(2):  # the second step finds nothing of the first
-        made.comm.traffic.reset()
-        for micro, (last, names) in enumerate(STEPS[step]):
-            with contextlib.nullcontext() if last else made.no_sync():
-                made.backward(made(*told(world.rank, micro, names)))
-        with made.gradients() as gradients:
-            for name, gradient in gradients.items():
-                expected = by_hand(name, STEPS[step], DTYPES[precision], world.size, 2)
-                assert torch.equal(gradient, expected), (again, name)
-        made.step()
-        assert made.model_state_bytes() == made.predicted_model_state_bytes()
-        assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
-    assert len(set(made.comm.gather_objects(sha256(made.full_state_dict())))) == 1
+    assert hybrid_probes.no_micro_batch_is_dropped(world, "replicated:Deferred", "", [step], [precision]) == []
 
 
 @pytest.mark.ranks(4)
 def test_zero_grad_and_a_backward_that_fails_leave_nothing_of_what_did_not_cross(world):
-    ends = []
-    for disturbed in (False, True):
-        made = make_engine("replicated:Deferred", Told(), UNFUSED)
-        if disturbed:
-            with made.no_sync():
-                made.backward(made(*told(world.rank, 7, "ab")))
-                made.zero_grad()
-                made.backward(made(*told(world.rank, 8, "ab")))
-                loss = made(*told(world.rank, 9, "ab"))
-                (loss if world.rank == 2 else made.module.a).register_hook(lambda gradient: 1 // 0)
-                with pytest.raises(ZeroDivisionError):  # on each rank elsewhere
-                    made.backward(loss)
-                made.module.a._backward_hooks = None
-            made.zero_grad()
-        made.backward(made(*told(world.rank, 0, "ab")))
-        made.step()
-        ends.append(made.full_state_dict())
-    assert same_bits(*ends)
+    assert hybrid_probes.nothing_is_left_of_what_did_not_cross(world, "replicated:Deferred", "") == []
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------
