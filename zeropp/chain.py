@@ -113,14 +113,14 @@ class Chain(Collectives):
             self._with(peer, send.wait)
 
     def _mean_in_nccls_order(self, tensor, mean, earlier, label):
+        held = [tensor, mean]  # the last Handle stands for all, so it keeps all buffers
         for sums in earlier:
-            self.add_up(tensor, sums, label)
+            held += self.add_up(tensor, sums, label).buffers
             self._comm.work(f"round {label}", partial(mean.copy_, sums))
         if not earlier:
             self.inside.reduce_scatter(tensor, mean, label)
         self.all_reduce(mean, label)
-        # The last Handle stands for all, so it keeps all buffers.
-        return self._comm.work(f"the mean of {label}", lambda: None, tensor, mean, *earlier)
+        return self._comm.work(f"the mean of {label}", lambda: None, *held)
 
     def _pieces(self, tensor, received):
         """Yield the node's pieces of each segment of this rank's part, in rank order. They may be overwritten."""

@@ -129,8 +129,8 @@ def decide(engine):
         factor = 1 / scale
     if not engine.takes_norm:
         return StepResult(None, skipped=False), factor
-    norm = gradient_norm(engine.buckets, engine.shard_comm, engine.norm_type, engine.axes)
-    norm = (norm / scale).cpu()  # the host waits
+    norm = gradient_norm(engine.buckets, engine.shard_comm, engine.norm_type, engine.axes) / scale
+    norm = norm.cpu()  # the host waits
     if engine.clip_norm is not None:
         factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
     norm = host_value(norm, 0.0)
