@@ -175,7 +175,9 @@ def measure(world, options, name, switches, own, change):
         metered.append(sent)
         losses.append(loss.item())
     # Of the first step to predict for: one whose order of units is known.
-    predicted, one = engine.accounting.predicted_between_nodes(), engine.predicted_wire_bytes_per_step()
+    predicted = engine.accounting.predicted_between_nodes()
+    comm.ordered = getattr(engine, "chain", comm).ordered = False  # NCCL has rings: an all-reduce, not a chain
+    one = engine.predicted_wire_bytes_per_step()
     everyone = comm.gather_objects((losses, left[1:], metered[1:], sum(predicted.values())))
     nodes = comm.size // comm.ranks_per_node
     row = {
