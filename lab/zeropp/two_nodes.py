@@ -1,4 +1,4 @@
-"""What stage 3 and ZeRO++ send between two nodes, and how long their steps take.
+"""What stage 3, ZeRO++ and hybrid sharding send between two nodes, and how long their steps take.
 
 On one machine with root it makes the nodes itself: two Linux network namespaces, joined by a link with a rate limit,
 with two ranks each. On two machines torchrun starts it on both, with GLOO_SOCKET_IFNAME naming the interface between
