@@ -149,6 +149,7 @@ record-infinity: $(INSTALLED)
 
 record-zeropp: $(INSTALLED)
 	$(BIN)/python -m lab.zeropp.two_nodes --json results/zeropp_two_nodes.json
+	$(BIN)/python -m lab.zeropp.two_nodes --only "as it is;all;hybrid" --steps 6 --json results/hybrid_two_nodes.json
 	$(BIN)/python -m lab.zeropp.pack_time --json results/zeropp_pack_time.json
 	$(BIN)/python -m lab.zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
 

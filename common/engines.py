@@ -7,7 +7,7 @@ import inspect
 from common.errors import InputError
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
-ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
+ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp", "zeropp.hybrid")
 HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero." in a copy by `interop.take`
 
 

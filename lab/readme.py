@@ -34,7 +34,7 @@ MEASURED = {  # on an engine's page
     "disk_state_bytes": "{}, on disk",
     **{name: f"{said} per step" for name, said in MOVED.items()},
 }
-PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
+PAGES = {"offload.nvme": "offload/INFINITY.md", "zeropp.hybrid": "zeropp/HYBRID.md"}  # others have a README.md
 
 
 @one_line_errors()
@@ -91,13 +91,13 @@ def stages_table(demo):
         stage = row["engine"]
         idea, in_fp32, in_16_bit, traffic = IDEAS[stage]
         held, sent = show_bytes(sum(row["model_state_bytes"].values())), f"{traffic}: {show_bytes(sent_by[stage])}"
-        if stage == "zeropp":
+        if stage.startswith("zeropp"):
             sent += f"; between nodes {show_bytes(between[stage])}, stage 3 {show_bytes(between['stage3_param'])}"
         source = Path(inspect.getsourcefile(find_engine(stage))).relative_to(ROOT)
         cells = (f"[`{stage}`]({page_of(stage)})", idea, f"{in_fp32}: {held}", in_16_bit, sent)
         rows.append((*cells, f"[{_length(source)}]({source})"))
     beside = _length("zeropp/transports.py") + _length("zeropp/quantize.py")
-    note = SAID["note"].format(model=described(demo), beside=beside)
+    note = SAID["note"].format(model=described(demo), beside=beside, chain=_length("zeropp/chain.py"))
     return Table("", SAID["header"], rows, words=(0, 1), note=note).markdown()
 
 

@@ -56,7 +56,7 @@ class Files:
         self.synchronize()
         self.buffers.broadcast()
         extra = model_state.extra_state_of_rank_0(self)
-        values, here, comm = {}, to_rank in (None, self.rank), self.comm
+        values, here, comm = {}, to_rank in (None, self.rank), self.shard_comm
         for bucket in self.buckets + self.frozen:  # one is gathered at a time
             with bucket.values_in_memory():
                 kept = bucket.parameters
@@ -185,15 +185,15 @@ def _group_of(comm):
 def whole_of(comm, bucket, shard, to_rank=None):
     """The shards of all ranks, [padded_numel]; None on a rank that only sends its own.
 
-    A collective, unless the shard is already the whole.
+    A collective, unless the shard is already the whole. `to_rank` is the engine's: each node gathers at its place.
     """
     if len(shard) == bucket.padded_numel:
         return shard
-    shard, whole = shard.to(comm.device), None
-    if to_rank in (None, comm.rank):
+    shard, whole, target = shard.to(comm.device), None, to_rank and to_rank % comm.size
+    if target in (None, comm.rank):
         whole = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
-    if to_rank is None:
+    if target is None:
         comm.all_gather(shard, whole, bucket.name).wait()
     else:
-        comm.gather(shard, whole, to_rank, bucket.name).wait()
+        comm.gather(shard, whole, target, bucket.name).wait()
     return whole

@@ -104,7 +104,8 @@ class Accounting:
     def predicted_sent(self):
         """See `EngineBase.predicted_wire_bytes_per_step`."""
         engine, predicted, (backwards, reductions) = self._engine, Counter(), self._last_step
-        others = engine.world_size - 1
+        others, shards = engine.world_size - 1, engine.shard_comm
+        gathers, numbers = "all_gather" + shards.where, engine.world_size // shards.size * (shards.size - 1)
         for bucket in engine.buckets + engine.frozen:
             for collective, times in engine.sends(bucket, reductions).items():
                 predicted[collective] += times * self.sent_once(bucket, collective)
@@ -112,12 +113,12 @@ class Accounting:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
         sharded = any(length(engine.owned(bucket).optimizer) < bucket.padded_numel for bucket in engine.buckets)
         if engine.takes_norm and sharded:
-            predicted["all_gather"] += 8 * (1 if engine.axes.tensor is None else 2) * others  # float64s for the norm
+            predicted[gathers] += 8 * (1 if engine.axes.tensor is None else 2) * numbers  # float64s for the norm
         for what, bucket, number in self._last_looks:
             if what == "compared":
                 predicted["all_gather"] += 8 * number * others  # a checksum for each
             elif what == "read" and sharded:
-                predicted["all_gather"] += bucket.shard_numel * number * others
+                predicted[gathers] += bucket.shard_numel * number * numbers
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 

@@ -332,6 +332,11 @@ class EngineBase(Backward, Files, NoModule):
         """Wait for what is in flight, and begin nothing."""
         self.synchronize()
 
+    @property
+    def shard_comm(self):
+        """The Collectives of the ranks whose shards together are everything, once: all ranks, or a node's."""
+        return self.comm
+
     @contextlib.contextmanager
     def unsharded(self, buckets):
         """A context in which every rank has the full parameters of these buckets."""

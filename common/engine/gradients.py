@@ -50,7 +50,7 @@ def _whole_mean(engine, bucket):
             parts.append(mean.clone())
     kept = end_to_end(parts, engine.comm.device)
     engine.accounting.looks.append(("read", bucket, kept.itemsize))
-    return kept if len(kept) == bucket.padded_numel else engine.comm.everyones(kept, bucket.name).view(-1)
+    return kept if len(kept) == bucket.padded_numel else engine.shard_comm.everyones(kept, bucket.name).view(-1)
 
 
 @torch.no_grad()

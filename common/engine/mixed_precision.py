@@ -129,7 +129,8 @@ def decide(engine):
         factor = 1 / scale
     if not engine.takes_norm:
         return StepResult(None, skipped=False), factor
-    norm = (gradient_norm(engine.buckets, engine.comm, engine.norm_type, engine.axes) / scale).cpu()  # the host waits
+    norm = gradient_norm(engine.buckets, engine.shard_comm, engine.norm_type, engine.axes) / scale
+    norm = norm.cpu()  # the host waits
     if engine.clip_norm is not None:
         factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
     norm = host_value(norm, 0.0)
@@ -156,11 +157,11 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
     `Axes.combine` says.
 
     Args:
-        buckets: the `mean` gradients of their optimizer shards are one shard each, or all N of them end to end.
-        comm: used only if a rank holds one shard.
+        buckets: the `mean` gradients of their optimizer shards are one shard each, or several of all N, end to end.
+        comm: the ranks that hold all N together; used only if a rank does not.
         axes: the engine's other axes.
     """
-    held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel  # 1 or N
+    held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel
     columns = 1 if axes.tensor is None else 2  # with a tensor axis: whole parameters, and those that are cut
     shards, combine = torch.zeros(held, columns, dtype=torch.float64, device=comm.device), torch.add
     if norm_type == math.inf:
@@ -175,8 +176,8 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
                 found = chunk.double().square().sum()
             column = int(bucket.kind.cut)
             shards[shard, column] = combine(shards[shard, column], found)
-    if held < comm.size:
-        shards = comm.everyones(shards.view(-1), "the gradient norm").view(comm.size, columns)
+    if held * buckets[0].shard_numel < buckets[0].padded_numel:
+        shards = comm.everyones(shards.view(-1), "the gradient norm").view(-1, columns)
     total, *others = shards
     for other in others:
         total = combine(total, other)

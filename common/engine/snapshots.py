@@ -91,7 +91,7 @@ def _take_over(engine, bucket, values):
     owned = engine.owned(bucket)
     part = owned.optimizer if bucket.kind.trainable else owned.parameters
     if length(part) < length(owned.parameters):
-        part, values = bucket.whole(), whole_of(engine.comm, bucket, values)
+        part, values = bucket.whole(), whole_of(engine.shard_comm, bucket, values)
     bucket.take_over(owned.parameters, lambda target, wanted: target.copy_(values[within(wanted, part)]))
 
 
@@ -137,7 +137,7 @@ def _values(old, known, state):
     """A state of the parameters `known`, {name: bucket}, or their values for None: {name: flat}. A collective."""
     values = {}
     for bucket in dict.fromkeys(known.values()):
-        whole = whole_of(old.comm, bucket, bucket.read(state, old.optimizer))
+        whole = whole_of(old.shard_comm, bucket, bucket.read(state, old.optimizer))
         values |= {n: bucket.view(whole, n).flatten().clone() for n, own in known.items() if own is bucket}
     return values
 

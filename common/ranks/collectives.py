@@ -89,7 +89,7 @@ class Collectives:
                 "the engine is built"
             )
         self._group = weakref.ref(group if group is not None else dist.group.WORLD)
-        self.owner, self._where = "" if whole is None else whole.owner, where
+        self.owner, self.where = "" if whole is None else whole.owner, where
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.backend = backend = backend_of(self.group)
         self.device = device_of(backend)
@@ -119,7 +119,7 @@ class Collectives:
         """The Collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
         groups, places = nodes.groups_of(self, self.ranks_per_node), (nodes.IN_NODE, nodes.ACROSS_NODES)
         inside, across = (
-            Collectives(group, deterministic=self.ordered, whole=self, where=where)
+            Collectives(group, deterministic=self.ordered, reduce_dtype=self._reduce_dtype, whole=self, where=where)
             for group, where in zip(groups, places, strict=True)
         )
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
@@ -170,7 +170,7 @@ class Collectives:
         On the other ranks `tensor` is None: they send their shard, and hold no more than it.
         """
         here, leaves = self.rank == target, target // self.ranks_per_node != self.rank // self.ranks_per_node
-        self.traffic.record("gather" + self._where, 0 if here else shard.nbytes, shard.nbytes if leaves else 0)
+        self.traffic.record("gather" + self.where, 0 if here else shard.nbytes, shard.nbytes if leaves else 0)
 
         def work():
             if not self.point_to_point:
@@ -285,7 +285,7 @@ class Collectives:
     def _count(self, collective, sent):
         """Count `sent` bytes, spread evenly over the other ranks, in the meter."""
         leaving = sent * (self.size - self.ranks_per_node) // max(1, self.size - 1)
-        self.traffic.record(collective + self._where, sent, leaving)
+        self.traffic.record(collective + self.where, sent, leaving)
 
     def _remote(self, tensor, dtype=None):
         """The bytes of `tensor` that belong to other ranks, sent in `dtype`; None is its own."""

@@ -29,8 +29,8 @@ function figures(setting) {
   const switches = Object.fromEntries(PLAN.switches.map((name) => [name, setting[name]]));
   const rows = PLAN.ways.map((way) => {
     const row = rank.row(way.engine === "zeropp" ? { ...way, own: switches } : way);
-    const uneven = way.engine === "zeropp" && rank.ranks % rank.perNode;
-    row.refused = uneven ? `ZeRO++ needs nodes of equal size: ${rank.perNode} does not divide ${rank.ranks}.` : null;
+    const uneven = way.engine.startsWith("zeropp") && rank.ranks % rank.perNode;
+    row.refused = uneven ? `${way.way} needs nodes of equal size: ${rank.perNode} does not divide ${rank.ranks}.` : null;
     row.fits = !uneven && row.device <= budget && !full(row, rank.gpu, budget);
     return row;
   });
@@ -106,7 +106,7 @@ class Rank {
       disk: disk_moved ? disk_moved / gpu.disk : 0,
     };
     const stepsOnHost = way.engine.startsWith("offload");
-    const stepped = this.psi / (way.engine === "stage0_ddp" ? 1 : this.ranks);
+    const stepped = this.psi / (way.engine === "stage0_ddp" ? 1 : this.sharers(way));
     const stepping = ((PLAN.stepped + 2 * 8) * stepped) / (stepsOnHost ? gpu.host_memory : gpu.memory);
     const computing = this.computing() + this.packed(way) / gpu.memory;
     return {
@@ -116,9 +116,15 @@ class Rank {
     };
   }
 
+  // How many ranks hold the states between them: those of a node in hybrid sharding, else all.
+  sharers(way) {
+    return way.engine === "zeropp.hybrid" ? this.perNode : this.ranks;
+  }
+
   // Bytes of model states: on the device by class, on the host, on disk.
   states(way) {
-    const { width: w, ranks: n, master: m, summed: g, psi } = this;
+    const { width: w, master: m, summed: g, psi } = this;
+    const n = this.sharers(way);
     const second = this.switches(way).second ? w / this.perNode : 0;
     const held = {
       stage0_ddp: [w, w, m],
@@ -128,6 +134,7 @@ class Rank {
       zeropp: [w / n + second, g / n, m / n],
       offload: [w, 0, 0],
       "offload.nvme": [w / n, g / n, m / n],
+      "zeropp.hybrid": [w / n, g / n, m / n],
     }[way.engine];
     const tiers = tiersOf(way);
     const beside = g + (g > w ? w : 0); // in tiers a 16-bit mean stays beside the sum
@@ -160,7 +167,7 @@ class Rank {
       const inFlight = moment === LOSS ? 0 : moment === BUCKETS ? 2 : 1;
       return receives + w * Math.min(psi, inFlight * bucket);
     }
-    const receives = onDevice ? (4 * Math.max(unit, last)) / n : 0;
+    const receives = onDevice ? (4 * Math.max(unit, last)) / this.sharers(way) : 0;
     if (moment === LOSS || moment === HEAD) return receives + w * (this.kept + (moment === LOSS ? 0 : root || last));
     if (moment === EMBEDDING) return receives + w * (root + (this.shape.tied ? 0 : last) + block + unit + last);
     const codes = way.engine === "zeropp" ? this.codesInFlight(way, block) : 0;
@@ -212,10 +219,15 @@ class Rank {
   // Bytes that a rank sends in a step, and that its data-parallel group sends out of its node.
   sent(way) {
     if (way.engine === "zeropp") return this.sentCompressed(way);
-    const { width: w, ranks: n, psi, job } = this;
+    const { width: w, psi, job } = this;
+    const n = this.sharers(way);
     const reduced = psi * (PLAN.no_sync.includes(way.engine) ? 1 : job.accumulate);
     const gathered = PLAN.in_units.includes(way.engine) ? job.accumulate * (2 * psi - this.kept) : psi;
     const sent = (w * (reduced + gathered) * (n - 1)) / n;
+    if (way.engine === "zeropp.hybrid") { // and the means across, in a ring for each rank of a node
+      const across = 2 * w * reduced * (1 - n / this.ranks);
+      return [sent + across / n, across];
+    }
     return [sent, n > this.perNode ? sent : 0]; // a ring leaves each node once
   }
 

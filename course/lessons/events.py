@@ -150,7 +150,7 @@ class Recorder:
     def _collective(self, name, called, handle):
         """A collective begins; one without a bucket is an agreement."""
         if called.label in self.held.buckets:
-            kind = name + called.self._where
+            kind = name + called.self.where
             self.held.begins(called.label, kind, vars(called).values())
             self.note(kind, called.label)
             self._await(handle, called.label)

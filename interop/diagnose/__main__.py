@@ -48,7 +48,7 @@ def main(arguments=None):
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument(
-        "--engines", default=",".join((DDP, *ENGINES)), help="comma-separated (default: torch_ddp, and all seven)"
+        "--engines", default=",".join((DDP, *ENGINES)), help="comma-separated (default: torch_ddp, and all)"
     )
     parser.add_argument("--against", default=PLAIN, metavar="ENGINE", help="compare with this one instead of DDP")
     parser.add_argument("--steps", type=int, default=5, help="steps, after which the function is ended (%(default)s)")

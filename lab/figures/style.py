@@ -23,6 +23,7 @@ LABELS = {
     "offload": "offload\n$P_{os+g}$ + host",
     "offload.nvme": "infinity\n$P_{os+g+p}$ + disk",
     "zeropp": "ZeRO++\n$P_{os+g+p}$ + node",
+    "zeropp.hybrid": "hybrid\n$P_{os+g+p}$ in a node",
 }
 STEP_COLORS = {"ours": PALETTE[0], "others": GREY}
 MARKERS = "osD^vPX*<>h"

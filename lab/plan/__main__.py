@@ -40,7 +40,7 @@ OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encod
 OPTIMIZERS = {"adamw": 8, "sgd": 4, "adam8bit": 2}  # bytes of their states for a parameter
 UNSIMULATED = ("lora", "optimizer", "fused-loss", "offload-activations", "fp32-gradients")
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
-ADVISED = (0, 1, 2, 3, 5, 6, 7, 8)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
+ADVISED = (0, 1, 2, 3, 5, 6, 7, 8)  # the order of advice: ZeRO++ and hybrid sharding are stage 3 for slow links
 OF_A_LANDMARK = {"gpu": "h100-80g", "world_size": 8, "tensor": 1, "pipeline": 1}  # with what they are otherwise
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "active")
 COUNTS = ("world_size", "per_node", "tensor", "pipeline", "batch", "accumulate", "global_batch", "seq", "lora", *SHAPE)
@@ -222,8 +222,8 @@ def rows_of(shape, machine, job, budget=None, among=WAYS):
     rows = [rank.row(way) for way in among]
     for row in rows:
         row["refused"] = None
-        if row["engine"] == "zeropp" and rank.ranks % rank.per_node:
-            row["refused"] = f"ZeRO++ needs nodes of equal size: {rank.per_node} does not divide {rank.ranks}."
+        if row["engine"].startswith("zeropp") and rank.ranks % rank.per_node:
+            row["refused"] = f"{row['way']} needs nodes of equal size: {rank.per_node} does not divide {rank.ranks}."
         row["full"] = full(rank.gpu, row, budget)
         row["fits"] = row["refused"] is None and row["full"] is None
     return rows

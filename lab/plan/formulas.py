@@ -16,7 +16,7 @@ EMBEDDING = "the embedding's gradient"
 MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, EMBEDDING)  # of a step, at which memory peaks
 STATES = ("parameters", "gradients", "optimizer")
 OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
-IN_UNITS = ("stage3_param", "zeropp", "offload.nvme")
+IN_UNITS = ("stage3_param", "zeropp", "offload.nvme", "zeropp.hybrid")
 NO_SYNC = ("stage0_ddp", "stage1_os")  # add up gradients of all micro-batches before they reduce
 
 
@@ -46,6 +46,7 @@ WAYS = (
     Way("stage 3, optimizer on the host", "offload.nvme", (("tiers", OPTIMIZER_ON_HOST),)),
     Way("ZeRO-Infinity, host", "offload.nvme", (("tiers", "cpu"),)),
     Way("ZeRO-Infinity, disk", "offload.nvme", (("tiers", "nvme"),)),
+    Way("hybrid sharding", "zeropp.hybrid"),
 )
 
 
@@ -179,7 +180,7 @@ class Rank:
             "disk": on_disk / self.gpu.disk,
         }
         on_host = way.engine == "offload" or (way.tiers and way.tiers["optimizer"] != "device")
-        stepped = self.trained / (1 if way.engine == "stage0_ddp" else self.ranks)
+        stepped = self.trained / (1 if way.engine == "stage0_ddp" else self._sharers(way))
         stepping = (STEPPED + 2 * self.job.moments) * stepped
         stepping /= self.gpu.host_memory if on_host else self.gpu.memory
         computing = self.computing() + self._packed(way) / self.gpu.memory
@@ -212,7 +213,7 @@ class Rank:
 
     def states(self, way):
         """Bytes of model states: {class: on the device}, on the host, on disk."""
-        w, n, m, g = self.width, self.ranks, self.master, self.summed
+        w, n, m, g = self.width, self._sharers(way), self.master, self.summed
         parameters, gradients, optimizer = {
             "stage0_ddp": (w, w, m),
             "stage1_os": (w, w, m / n),
@@ -221,6 +222,7 @@ class Rank:
             "zeropp": (w / n + self._second(way), g / n, m / n),
             "offload": (w, 0, 0),
             "offload.nvme": (w / n, g / n, m / n),
+            "zeropp.hybrid": (w / n, g / n, m / n),
         }[way.engine]
         held = {
             "parameters": parameters * self.psi,
@@ -238,6 +240,10 @@ class Rank:
         by_tier = [{state: held[state] * (tiers[state] == tier) for state in STATES} for tier in ("cpu", "nvme")]
         device = {state: held[state] * (tiers[state] == "device") for state in STATES}
         return device, *(sum(of.values()) for of in by_tier)
+
+    def _sharers(self, way):
+        """How many ranks hold the states between them: those of a node in hybrid sharding, else all."""
+        return self.per_node if way.engine == "zeropp.hybrid" else self.ranks
 
     def _switches(self, way):
         """Which of ZeRO++'s switches are on. On one node a secondary shard would repeat the first, so there is none."""
@@ -261,7 +267,8 @@ class Rank:
                 return receives + (4 * added if self.summed > w else 0)
             in_flight = 0 if loss else 2 if moment == BUCKETS else 1
             return receives + w * min(self.trained, in_flight * self.bucket)
-        receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last", True)) / self.ranks
+        receives = 0 if w == 4 or way.engine == "offload.nvme" else 4 * max(unit, self._unit("last", True))
+        receives /= self._sharers(way)
         if loss or head:
             ends = self._unit("root", True) or self._unit("last", True)
             return receives + w * (self._kept + (0 if loss else ends))
@@ -350,12 +357,15 @@ class Rank:
         """Bytes that a rank sends in a step, and bytes that its data-parallel group sends out of its node."""
         if way.engine == "zeropp":
             return self._sent_compressed(way)
-        w, n, k = self.width, self.ranks, self.job.accumulate
+        w, n, k = self.width, self._sharers(way), self.job.accumulate
         reduced, gathered = self.trained * (1 if way.engine in NO_SYNC else k), self.trained
         if way.engine in IN_UNITS:
             gathered = k * (2 * self.psi - self._kept)
         gathered *= self.gradient_width if way.engine == "stage0_ddp" else w  # an all-reduce sends the mean, too
         sent = (self.gradient_width * reduced + gathered) * (n - 1) / n
+        if way.engine == "zeropp.hybrid":  # and the means across, in a ring for each rank of a node
+            across = 2 * self.gradient_width * reduced * (1 - n / self.ranks)
+            return sent + across / n, across
         return sent, sent * (n > self.per_node)  # a ring leaves each node once
 
     def _sent_compressed(self, way):

@@ -1,4 +1,4 @@
-"""What stage 3 and ZeRO++ send between two nodes, and how long their steps take.
+"""What stage 3, ZeRO++ and hybrid sharding send between two nodes, and how long their steps take.
 
 On one machine with root it makes the nodes itself: two Linux network namespaces, joined by a link with a rate limit,
 with two ranks each. On two machines torchrun starts it on both, with GLOO_SOCKET_IFNAME naming the interface between
@@ -86,6 +86,7 @@ ENGINES = [
     ("zeropp", "gradients in two hops, 16 bits", GRADIENTS, in_16_bits),
     ("zeropp", "gradients in one hop, int4", GRADIENTS, in_one_hop),
     ("zeropp", "all", {}, None),
+    ("zeropp.hybrid", "hybrid", {}, None),
 ]
 
 
@@ -174,20 +175,23 @@ def measure(world, options, name, switches, own, change):
         metered.append(sent)
         losses.append(loss.item())
     # Of the first step to predict for: one whose order of units is known.
-    everyone = comm.gather_objects((losses, left[1:], metered[1:]))
+    predicted = engine.accounting.predicted_between_nodes()
+    comm.ordered = getattr(engine, "chain", comm).ordered = False  # NCCL has rings: an all-reduce, not a chain
+    one = engine.predicted_wire_bytes_per_step()
+    everyone = comm.gather_objects((losses, left[1:], metered[1:], sum(predicted.values())))
     nodes = comm.size // comm.ranks_per_node
-    predicted, one = engine.accounting.predicted_between_nodes(), engine.predicted_wire_bytes_per_step()
     row = {
         "engine": name,
         "switches": switches,
         "ranks_per_node": comm.ranks_per_node,
-        "internode_bytes_per_step": statistics.median(map(sum, zip(*(k for _, k, _ in everyone), strict=True))) / nodes,
-        "metered_internode_bytes_per_step": sum(statistics.median(m) for _, _, m in everyone) / nodes,
-        "predicted_internode_bytes_per_step": sum(predicted.values()) * comm.ranks_per_node,
+        "internode_bytes_per_step": statistics.median(map(sum, zip(*(k for _, k, _, _ in everyone), strict=True)))
+        / nodes,
+        "metered_internode_bytes_per_step": sum(statistics.median(m) for _, _, m, _ in everyone) / nodes,
+        "predicted_internode_bytes_per_step": sum(p for _, _, _, p in everyone) / nodes,
         "ring_internode_bytes_per_step": in_a_ring(one, comm.ranks_per_node),
         "step_seconds": statistics.median(seconds[1:]),
         "seconds": seconds,
-        "losses": [statistics.fmean(parts) for parts in zip(*(part for part, _, _ in everyone), strict=True)],
+        "losses": [statistics.fmean(parts) for parts in zip(*(part for part, _, _, _ in everyone), strict=True)],
     }
     del engine
     gc.collect()

@@ -47,7 +47,7 @@ def test_training_shows_what_was_measured_and_writes_it(tmp_path):
 def test_compare_writes_json_markdown_and_a_picture(tmp_path):
     path, nodes = tmp_path / "all.json", ("--nproc", 4, "--ranks-per-node", 2)
     _, results = written(path, "lab.compare", *nodes, "--model", "gpt-tiny", "--steps", 4)
-    assert [row["engine"] for row in results["rows"]] == [*ALL]
+    assert [row["engine"] for row in results["rows"]] == [*ALL, "zeropp.hybrid"]
     for row in results["rows"]:
         assert row["bitwise_equal_to_stage0"] is (row["engine"] != "zeropp")
         assert row["relative_norm_diff_to_torch_ddp"] < 1e-2 or row["quantizes"]

@@ -183,7 +183,7 @@ def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
     page.locator("#engines button").first.click()
     assert page.locator(".stepper").locator("visible=true").get_attribute("data-side") == "stage0_ddp"
     page.locator("[name=way]").last.check()
-    assert page.locator("#unrecorded").inner_text().startswith("No step of ZeRO-Infinity, disk is recorded here")
+    assert page.locator("#unrecorded").inner_text().startswith("No step of hybrid sharding is recorded here")
 
 
 @pytest.mark.parametrize(("screen", "scheme"), [("phone", "dark"), ("laptop", "light"), ("projector", "dark")])

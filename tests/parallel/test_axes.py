@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from split_training import mesh, of_one, split_engine, train, whole
-from training import ADAMW, SEVEN, make_engine, message_of, same_bits
+from training import ADAMW, ALL, SEVEN, make_engine, message_of, same_bits
 
 from common import models
 from common.engines import find_engine
@@ -26,6 +26,7 @@ def norms(world, name, norm_type):
     return train(world, made, loss_of, steps=1), made.accounting.predicted(), made.accounting.measured()
 
 
+@pytest.mark.parametrize("name", [*ALL, "replicated:Threes"])
 @pytest.mark.parametrize("norm_type", (2.0, float("inf")))
 def test_the_norm_counts_what_is_cut_and_what_is_whole_once(worlds, name, norm_type):
     if name == "zeropp":

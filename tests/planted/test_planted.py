@@ -3,6 +3,7 @@
 import dis
 import functools
 
+import hybrid_probes
 import infinity_probes
 import muon_probes
 import offload_probes
@@ -22,7 +23,7 @@ LISTS = [
     stage_mutants.MUTANTS,
     read("offload", ("offload",), SHARED | vars(offload_probes)),
     read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
-    read("zeropp", (), vars(zeropp_probes), size=4),
+    read("zeropp", (), vars(zeropp_probes) | vars(hybrid_probes), size=4),
     read("parallel", ("stage1_os",), vars(parallel_probes), size=4),
     read("muon", ("stage1_os",), vars(muon_probes)),
 ]

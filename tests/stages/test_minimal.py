@@ -40,10 +40,12 @@ PAGES = {  # engine -> its page's module and class, and lines of code at most
     "offload": ("offload.minimal", "OffloadedOptimizer", 72),
     "offload.nvme": ("offload.minimal_nvme", "StatesOnDisk", 101),
     "zeropp": ("zeropp.minimal", "CompressedCommunication", 102),
+    "zeropp.hybrid": ("zeropp.minimal_hybrid", "ShardedInNodes", 96),
     "parallel": ("parallel.minimal", "train", 64),
 }
-EXACT = tuple(name for name in PAGES if name not in ("zeropp", "parallel"))
-IN_UNITS = ("stage3_param", "offload.nvme")
+IN_NODES = ("zeropp", "zeropp.hybrid", "parallel")  # for 4 ranks
+EXACT = tuple(name for name in PAGES if name not in IN_NODES)
+IN_UNITS = ("stage3_param", "offload.nvme", "zeropp.hybrid")
 HELD = {  # {kind: the part of all parameters' bytes that a rank of n holds}
     "stage0_ddp": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2},
     "stage1_os": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2 / n},
@@ -114,6 +116,14 @@ def test_a_page_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says
     assert same_bits(weights, train(world, name, "gpt-tiny", STEPS)["weights"])
     part = 4 * padded(name, world.size)
     assert held == {kind: share * part for kind, share in HELD[name](world.size).items()}
+
+
+@pytest.mark.ranks(4)
+def test_the_page_of_hybrid_sharding_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says(world):
+    weights, held = train_minimal(world, "zeropp.hybrid", STEPS)
+    assert same_bits(weights, train(world, "zeropp.hybrid", "gpt-tiny", STEPS, ranks_per_node=2)["weights"])
+    part = 4 * padded("zeropp.hybrid", world.size) // 2
+    assert held == {"parameters": part, "gradients": part, "optimizer states": 2 * part}
 
 
 class Unpadded(nn.Module):
@@ -238,7 +248,7 @@ def losses_in(lines):
 
 
 def test_all_pages_learn_and_print_the_same_losses(worlds):
-    said = [worlds(2).run(printed, name)[0] for name in EXACT]
+    said = [worlds(2).run(printed, name)[0] for name in (*EXACT, "zeropp.hybrid")]  # the last on one node
     assert all(lines[-1].startswith("every rank holds") for lines in said)
     (losses,) = {tuple(lines[:-1]) for lines in said}
     losses = losses_in(losses)

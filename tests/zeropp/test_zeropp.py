@@ -376,16 +376,18 @@ def test_a_rate_that_tc_does_not_know_is_refused(capfd):
 @needs_two_nodes
 def test_the_kernel_counts_what_the_meter_does_between_two_nodes(tmp_path):
     path, paper = tmp_path / "link.json", two_nodes.ENGINES[0][1]
-    two_nodes.main(["--rate", "none", "--steps", "2", "--only", f"{paper};all", "--json", str(path)])
+    two_nodes.main(["--rate", "none", "--steps", "2", "--only", f"{paper};all;hybrid", "--json", str(path)])
     results = json.loads(path.read_text())
-    stage3, ours = results["rows"]
+    stage3, ours, hybrid = results["rows"]
     assert results["ranks_per_node"] == 2  # as under torchrun
-    for row in (stage3, ours):
+    for row in (stage3, ours, hybrid):
         metered = row["metered_internode_bytes_per_step"]
         assert metered == row["predicted_internode_bytes_per_step"]
         assert metered == pytest.approx(row["internode_bytes_per_step"], rel=0.01)
     assert stage3["internode_bytes_per_step"] > 4.5 * ours["internode_bytes_per_step"]
+    assert stage3["internode_bytes_per_step"] == pytest.approx(2 * hybrid["internode_bytes_per_step"], rel=0.02)
     assert ours["losses"] == pytest.approx(stage3["losses"], rel=0.01)
+    assert hybrid["losses"] == stage3["losses"]
 
 
 # ---- commands -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,209 @@
+"""Hybrid sharding: stage 3's bits, replicas that never part, nothing of a gradient dropped, bytes as predicted."""
+
+import contextlib
+import functools
+
+import hybrid_probes
+import pytest
+import torch
+import zeropp_probes as probes
+from matrix import Cell, train_cell
+from training import batch, make_engine, message_in_step, same_bits, train_step
+
+from common import models
+from common.engine.mixed_precision import LossScaler
+from common.loop import sha256
+
+# ---- bits ---------------------------------------------------------------------------------------------------------
+
+EXACT = [
+    ("Pairs", Cell("gpt-tiny", "fp32", 4, "clipped")),
+    ("Pairs", Cell("gpt-tiny", "bf16", 4, "accumulated, clipped")),
+    ("Pairs", Cell("gpt-tiny", "fp16", 4, "resumed from a checkpoint")),
+    ("Deferred", Cell("lora-tiny", "bf16", 4, "accumulated")),  # without no_sync all gradients cross
+    ("Pairs", Cell("gpt-tiny", "fp32", 6, "accumulated, clipped")),
+    ("Pairs", Cell("moe-tiny", "bf16", 6, "reentrant activation checkpoints")),
+    ("Threes", Cell("gpt-tiny", "fp32", 6, "evaluated between steps")),
+    ("Threes", Cell("gpt-tiny", "bf16", 6, "accumulated, clipped")),
+    ("Pairs", Cell("mixed dtypes", "bf16", 2)),  # one node
+    ("Threes", Cell("overflowing on odd ranks", "fp16", 2)),  # nodes of one rank
+]
+
+
+@pytest.mark.parametrize(("nodes", "cell"), EXACT, ids=str)
+def test_weights_losses_and_norms_have_the_bits_of_stage_3(worlds, tmp_path, nodes, cell):
+    stage3, ours = (
+        [(rank["digest"], rank["losses"], rank["norms"]) for rank in worlds(cell.world_size).run(train_cell, *how)]
+        for how in (("stage3_param", cell, str(tmp_path / "a")), (f"replicated:{nodes}", cell, str(tmp_path / "b")))
+    )
+    assert ours == stage3
+
+
+@pytest.mark.ranks(4)
+def test_late_lanes_change_no_bit(world, tmp_path):
+    assert probes.no_bit_depends_on_when_the_lane_runs(world, "replicated:Pairs", str(tmp_path)) == []
+
+
+@pytest.mark.ranks(4)
+def test_an_overflow_in_one_node_skips_the_step_in_all(world):
+    made = make_engine("replicated:Pairs", precision="fp16")
+    made.loss_scaler = LossScaler(scale=2.0**10)
+    before = made.full_state_dict()
+    inputs, targets = batch(made.module, world)
+    made.backward(models.loss(made(inputs), targets) * (torch.inf if world.rank == 3 else 1.0))
+    assert made.step().skipped
+    assert same_bits(made.full_state_dict(), before)
+    train_step(made, world)
+    assert not same_bits(made.full_state_dict(), before)
+
+
+# ---- states that are gathered -------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+def test_gradients_and_states_are_whole_where_they_are_asked_for(world):
+    found = []
+    for name in ("stage3_param", "replicated:Pairs"):
+        made = make_engine(name, precision="bf16")
+        train_step(made, world)
+        made.backward(probes.loss_of(made, world, 1))
+        with made.gradients(write=True) as gradients:
+            for gradient in gradients.values():
+                gradient.mul_(0.5)
+        then = made.snapshot()
+        made.step()
+        found.append([dict(gradients), made.full_state_dict(to_rank=2), made.full_state_dict()])
+        made.restore(then)
+        found[-1].append(made.full_state_dict())
+    assert bool(found[1][1]) == (world.rank == 2)
+    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+
+
+def train_and_save(world, name, folder):
+    made = make_engine(name, precision="bf16")
+    for step in range(2):
+        train_step(made, world, step)
+    made.save(folder)
+    return made.full_state_dict(), sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def load_and_go_on(world, name, folder):
+    made = make_engine(name, precision="bf16", seed=1)
+    made.load(folder)
+    loaded = made.full_state_dict()
+    train_step(made, world, 2)
+    return loaded, sha256(made.full_state_dict())
+
+
+PAIRS = [
+    ("replicated:Pairs", 4, "stage0_ddp", 3),
+    ("replicated:Threes", 6, "replicated:Pairs", 4),
+    ("offload.nvme", 3, "replicated:Pairs", 4),
+    ("replicated:Pairs", 4, "zeropp", 2),
+]
+
+
+@pytest.mark.parametrize(("writer", "before", "reader", "after"), PAIRS)
+def test_a_checkpoint_goes_to_any_engine_and_world_size_and_holds_each_element_once(
+    worlds, tmp_path, writer, before, reader, after
+):
+    saved, nbytes = worlds(before).run(train_and_save, writer, tmp_path / "one")[0]
+    _, of_stage3 = worlds(before).run(train_and_save, "stage3_param", tmp_path / "other")[0]
+    assert nbytes == pytest.approx(of_stage3, rel=0.05)
+    loaded, stepped = worlds(after).run(load_and_go_on, reader, tmp_path / "one")[0]
+    assert same_bits(loaded, saved)
+    if reader != "zeropp":
+        assert stepped == worlds(after).run(load_and_go_on, "stage3_param", tmp_path / "one")[0][1]
+
+
+# ---- the hop across, with the last micro-batch alone ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("step", hybrid_probes.STEPS)
+@pytest.mark.ranks(4, 6)
+def test_no_micro_batch_is_dropped_and_the_mean_is_that_of_the_definition(world, precision, step):
+    assert hybrid_probes.no_micro_batch_is_dropped(world, "replicated:Deferred", "", [step], [precision]) == []
+
+
+@pytest.mark.ranks(4)
+def test_zero_grad_and_a_backward_that_fails_leave_nothing_of_what_did_not_cross(world):
+    assert hybrid_probes.nothing_is_left_of_what_did_not_cross(world, "replicated:Deferred", "") == []
+
+
+# ---- bytes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "model"),
+    [("fp32", 1, "gpt-tiny"), ("bf16", 2, "gpt-tiny"), ("fp16", 1, "lora-tiny")],
+)
+@pytest.mark.ranks(4)
+def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(world, precision, micro_batches, model, per_node):
+    made = make_engine("zeropp.hybrid", model, precision=precision, clip_norm=1.0, ranks_per_node=per_node)
+    traffic = made.comm.traffic
+    for step in range(2):
+        traffic.reset()
+        for micro in range(micro_batches):
+            made.backward(probes.loss_of(made, world, 2 * step + micro))
+            with made.gradients():
+                pass
+        made.step()
+    assert made.model_state_bytes() == made.predicted_model_state_bytes()
+    assert traffic.by_collective() == made.predicted_wire_bytes_per_step()
+    assert traffic.between_nodes() == made.accounting.predicted_between_nodes()
+    node, nodes = world.rank // per_node, world.size // per_node
+    across = sum((4 * (node < nodes - 1) + b.kind.dtype.itemsize * (node > 0)) * b.padded_numel for b in made.buckets)
+    flag = 4 * (world.size - per_node) * (precision == "fp16")  # of an overflow, to each rank elsewhere
+    assert sum(traffic.between_nodes().values()) == micro_batches * across // per_node + flag
+    states = sum(16 * b.padded_numel for b in made.buckets) // per_node
+    if model == "gpt-tiny" and micro_batches == 1:
+        assert sum(made.model_state_bytes().values()) == pytest.approx(states, rel=0.01)  # 16 Ψ/P
+
+
+# ---- NCCL's schedules, by gloo ------------------------------------------------------------------------------------
+
+
+def trained_by(world, name, **path):
+    """Train two steps of two micro-batches, the first under no_sync, on these paths of the collectives."""
+    made = make_engine(name, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    for comm in (made.comm, made.chain, made.chain.inside) if path else ():
+        vars(comm).update(path)
+    for step in range(2):
+        made.comm.traffic.reset()
+        for micro in range(2):
+            with made.no_sync() if micro == 0 else contextlib.nullcontext():
+                made.backward(probes.loss_of(made, world, 2 * step + micro))
+        made.step()
+    assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
+    weights = made.full_state_dict()
+    assert len(set(made.comm.gather_objects(sha256(weights)))) == 1
+    return weights
+
+
+@pytest.mark.ranks(4)
+def test_with_deterministic_the_bits_are_gloos(world):
+    assert same_bits(trained_by(world, "replicated:Pairs", point_to_point=False), trained_by(world, "stage3_param"))
+
+
+@pytest.mark.parametrize("nodes", ["Pairs", "Deferred"])
+@pytest.mark.ranks(4)
+def test_in_nccls_own_order_replicas_stay_alike_and_near_stage_3(world, nodes):
+    ours, stage3 = trained_by(world, f"replicated:{nodes}", ordered=False), trained_by(world, "stage3_param")
+    assert all(torch.allclose(weights, ours[name], rtol=0, atol=1e-5) for name, weights in stage3.items())
+
+
+# ---- validation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ranks_per_node": 3}, "2 ranks cannot be divided into nodes of that size"),
+        ({"ranks_per_node": 0}, "ranks_per_node 0"),
+        ({"defer_all_reduce": "last"}, "defer_all_reduce='last': give True or False"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(world, options, said):
+    assert said in message_in_step(make_engine, "zeropp.hybrid", **options)
