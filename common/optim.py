@@ -26,13 +26,17 @@ class MuonAdamW(torch.optim.Optimizer):
         muon, adamw: options of the two, such as {"lr": 0.02}; a group's own come first.
 
     Raises:
-        ValueError: an option is unknown or out of range, or a parameter of a whole group is no matrix.
+        TypeError, ValueError: an option is unknown, or out of range.
+        ValueError: in `step`, a parameter of a whole group is no matrix.
     """
 
     def __init__(self, params, muon=None, adamw=None):
         self._muon = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **(muon or {}))
         self._adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **(adamw or {}))
         super().__init__(params, {"whole": False})
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
 
     def add_param_group(self, param_group):
         """Add a group, with the options of its optimizer."""
@@ -65,10 +69,15 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def split(model):
-    """The parameters that Muon takes, the matrices within layers of a list, and the others: ([...], [...])."""
+    """The parameters that Muon takes, and the others: ([...], [...]).
+
+    Muon takes matrices within elements of a list, except embeddings. In a plain Sequential a head would be among them:
+    list the groups yourself.
+    """
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             inner = any(part.isdigit() for part in name.split("."))
-            (matrices if inner and parameter.ndim == 2 else rest).append(parameter)
+            (matrices if inner and parameter.ndim == 2 and parameter not in tables else rest).append(parameter)
     return matrices, rest

@@ -220,9 +220,8 @@ def train(world, name, options, progress=None):
     row["parameters"] = models.count(module)
     if options.optimizer == "muon":
         whole = [bucket for bucket in engine.buckets if bucket.kind.whole]
-        row["padding"] = sum(bucket.padded_numel for bucket in whole) / sum(
-            bucket.padded_numel / bucket.padding for bucket in whole
-        )
+        elements = sum(slot.numel for bucket in whole for slot in bucket.slots.values())
+        row["padding"] = sum(bucket.padded_numel for bucket in whole) / elements
     if run.recording is not None:
         trace = run.recording.collect()
         with together(engine.comm, f"--trace {options.trace}"):

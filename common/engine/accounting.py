@@ -19,7 +19,7 @@ def state_bytes(bucket, engine):
     optimizer = getattr(engine, "optimizer", None)  # none while the engine is built, nor are there shards
     states = [] if optimizer is None else bucket.optimizer_shards[0].states(optimizer)
     if not states:
-        per_element, per_tensor = engine.whole_bytes if bucket.kind.whole else engine.optimizer_bytes
+        per_element, per_tensor = engine.whole_bytes.get(bucket.kind.group, engine.optimizer_bytes)
         return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
     shape = bucket.optimizer_shards[0].master.shape
     each = [state.itemsize for state in states if state.shape == shape]

@@ -132,7 +132,7 @@ class EngineBase(Backward, Files, NoModule):
             ties.check_tensors(model)
             self.param_groups = validation.check_groups(model, param_groups, ties.tie(model))
             settings["param_groups"] = [validation.plain(group) for group in self.param_groups]
-            self.whole_bytes, settings['the "whole" groups'] = validation.check_whole(
+            self.whole_bytes, settings["the optimizer of whole groups"] = validation.check_whole(
                 optimizer, self.param_groups, model.named_parameters(), self.comm
             )
             self._kept_fp32 = validation.check_kept(model, keep_fp32)

@@ -13,6 +13,7 @@ are dealt to ranks whole, so that their optimizer may look at a matrix; shards a
     shards   |       rank 0      |      rank 1     |      rank 2     |
 """
 
+import heapq
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,29 +112,21 @@ class FlatRange:
                 yield slot.name, within(common, slice(slot.offset, slot.end)), within(common, part)
 
     def whole_in(self, part):
-        """The parameters of a `whole` run in elements `part`: [(their slice of `part`, shape)].
-
-        Raises:
-            InputError: `part` has a piece of a parameter.
-        """
-        found = []
-        for name, there, here in self.overlaps(part) if self.kind.whole else ():
-            if length(there) < self.slots[name].numel:
-                raise InputError(f"{name!r} is in a group of whole parameters, and ratio= would cut it; give 0 or 1")
-            found.append((here, self.slots[name].shape))
-        return found
+        """The parameters of a `whole` run in elements `part`, which cuts none: [(their slice of `part`, shape)]."""
+        return [(here, self.slots[name].shape) for name, _, here in self.overlaps(part) if self.kind.whole]
 
     @property
     def padding(self):
-        """How many times as long it is as its parameters."""
-        return self.padded_numel / max(1, sum(slot.numel for slot in self.slots.values()))
+        """How many times as long it is as a run whose shards cut the same parameters."""
+        cut = sum(round_up(slot.numel, SLOT_BYTES // self.kind.dtype.itemsize) for slot in self.slots.values())
+        return self.padded_numel / round_up(max(cut, 1), self.padded_numel // self.shard_numel * ALIGNMENT)
 
     def check_padding(self):
         """Refuse whole parameters that N equal shards hold badly."""
         if self.kind.whole and self.padding > MOST_PADDING:
             raise InputError(
-                f'"whole": shards of {self.name} would be {self.padding:.2f} times as long as its parameters, because '
-                "each holds whole ones; use fewer ranks, or stages 0 to 2, whose buckets have more parameters"
+                f'"whole": {self.name} would be {self.padding:.2f} times as long as if shards cut its parameters; use '
+                "fewer ranks (stages 0 to 2 deal the parameters of all layers together)"
             )
 
     def fill(self, target, part, values):
@@ -149,12 +142,12 @@ def deal(named_parameters, kind, ranks):
     Returns:
         For each rank its slots, whose offsets are within its shard.
     """
-    shards, ends = [[] for _ in range(ranks)], [0] * ranks
+    shards, ends = [[] for _ in range(ranks)], [(0, rank) for rank in range(ranks)]
     for name, parameter in sorted(named_parameters, key=lambda member: -member[1].numel() if ranks > 1 else 0):
-        rank = min(range(ranks), key=ends.__getitem__)
-        offset = round_up(ends[rank], SLOT_BYTES // kind.dtype.itemsize)
+        end, rank = heapq.heappop(ends)
+        offset = round_up(end, SLOT_BYTES // kind.dtype.itemsize)
         shards[rank].append(Slot(name, tuple(parameter.shape), parameter.numel(), offset))
-        ends[rank] = shards[rank][-1].end
+        heapq.heappush(ends, (shards[rank][-1].end, rank))
     return shards
 
 
@@ -168,10 +161,10 @@ def kinds(named_parameters, param_groups, dtype_of):
     sorted_by_kind = {}
     for name, parameter in named_parameters:
         group, trainable = group_of.get(parameter, 0), parameter.requires_grad
-        cut, whole = getattr(parameter, "cut_on_tensor_axis", False), group in whole_groups
+        cut, whole = getattr(parameter, "cut_on_tensor_axis", False), trainable and group in whole_groups
         if cut and whole:
             raise InputError(f'"whole": a tensor rank has but a piece of {name!r}; list it in another group')
-        kind = Kind(dtype_of(name, parameter), group, trainable, cut, trainable and whole)
+        kind = Kind(dtype_of(name, parameter), group, trainable, cut, whole)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 
@@ -188,7 +181,9 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
     packed = []
 
     def even(kind, members):
-        return not kind.whole or FlatRange(members, kind, world_size).padding <= PADDING
+        sizes = [parameter.numel() for _, parameter in members]
+        may_be = max(sizes) * world_size <= PADDING * sum(sizes)  # else no deal is, and none is tried
+        return not kind.whole or (may_be and FlatRange(members, kind, world_size).padding <= PADDING)
 
     for kind, members in kinds(last_registered_first, param_groups, dtype_of).items():
         size, first = None, len(packed)

@@ -106,28 +106,28 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
             )
     state_bytes = {64: storage_bytes(tensors_of_state(whole)), 32: storage_bytes(tensors_of_state(halves)) // 2}
     per_element = (state_bytes[64] - state_bytes[32]) // 32
-    return (per_element, state_bytes[64] - 64 * per_element), f"{name}{plain(whole.defaults)}"
+    return (per_element, state_bytes[64] - 64 * per_element), f"{name}{plain(whole.param_groups[0])}"
 
 
 def check_whole(optimizer, groups, named, comm):
     """Probe that the optimizer steps each parameter of a `whole` group by itself, wherever in a flat shard it lies.
+
+    Its states must have a number for each element, or be the same for all parameters: only those can be cut and joined.
 
     Args:
         optimizer: the factory.
         groups: of the model's parameters, whose names `named` has.
 
     Returns:
-        Bytes of state per element and per tensor of such a group; the groups' options, as text.
+        {number of a whole group: bytes of state per element, and per tensor}; the groups' options, as text.
     """
-    sizes, found, name_of = (0, 0), [], {parameter: name for name, parameter in named}
-    if not any(group.get("whole") for group in groups):
-        if "whole" in optimizer([nn.Parameter(torch.zeros(1, device=comm.device))]).defaults:
-            raise InputError('no group is "whole", so no matrix would be stepped as one; see common.optim.split')
-        return sizes, ""
+    sizes, told, name_of = {}, [], {parameter: name for name, parameter in named}
     values, *gradients = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(comm.device)
     gradients[1][0] = math.nan
-    for group in (group for group in groups if group.get("whole")):
-        for parameter in {parameter.ndim: parameter for parameter in group["params"]}.values():
+    for number, group in enumerate(groups):
+        built = optimizer([{**group, "params": [nn.Parameter(values.clone())]}]) if group.get("whole") else None
+        told += [plain(built.param_groups[0])] if built else []
+        for parameter in {parameter.ndim: parameter for parameter in group["params"]}.values() if built else ():
             shape = (4, 8, *[1] * (parameter.ndim - 2)) if parameter.ndim > 1 else (32,)
             whole = {**group, "params": shape}
             try:
@@ -143,10 +143,23 @@ def check_whole(optimizer, groups, named, comm):
                     f"{type(one).__name__} steps two parameters in one flat tensor differently from each alone; step "
                     "what is in its `whole`, [(slice, shape)], as common.optim.MuonAdamW does"
                 )
+            beside = [_beside(flat, states) for made in (one, two) for flat, states in made.state.items()]
+            if len(set(map(str, beside))) > 1 or any(isinstance(value, list) for of in beside for value in of.values()):
+                raise InputError(
+                    f"{type(one).__name__} keeps states of single parameters in a flat tensor; keep states as long "
+                    "as the flat tensor, which checkpoints cut, or equal for all"
+                )
             once, twice = (storage_bytes(tensors_of_state(made)) for made in (one, two))
-            sizes = (2 * once - twice) // 64, twice - once
-            found.append(plain(one.param_groups[0]))
-    return sizes, str(found)
+            sizes[number] = (2 * once - twice) // 64, twice - once
+    if not told and "whole" in optimizer([nn.Parameter(values.clone())]).defaults:
+        raise InputError('no group is "whole", so no matrix would be stepped as one; see common.optim.split')
+    return sizes, str(told)
+
+
+def _beside(flat, states):
+    """The states of a flat tensor that have no number for each of its elements: {name: value}, tensors as lists."""
+    plain = {name: value for name, value in states.items() if getattr(value, "shape", None) != flat.shape}
+    return {name: value.tolist() if torch.is_tensor(value) else value for name, value in plain.items()}
 
 
 # Parameters that hold 64 elements, as models have them.

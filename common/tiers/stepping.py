@@ -7,6 +7,7 @@ from torch import nn
 
 from common.engine.bucket import Bucket
 from common.engine.master_weights import OptimizerShard
+from common.errors import InputError
 from common.measure import timeline
 
 
@@ -17,6 +18,8 @@ class SteppedBucket(Bucket):
 
     def allocate(self, engine, whole):
         """Allocate whole parameters on the device, and shards in their tiers; see `Bucket.allocate`."""
+        if self.kind.whole and 0 < engine.ratio < 1:
+            raise InputError(f'"whole": ratio={engine.ratio} would cut parameters; give 0 or 1')
         self.parameters = whole.to(self.kind.dtype)
         if self.kind.trainable:
             placed = engine.placed(self)["optimizer"]

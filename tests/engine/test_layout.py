@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from common.engine.layout import ALIGNMENT, PADDING, SLOT_BYTES, FlatRange, buckets, kinds
+from common.errors import InputError
 
 DIMENSION = st.integers(0, 40)
 SHAPES = st.one_of(st.just(()), st.tuples(DIMENSION), st.tuples(DIMENSION, DIMENSION), st.just((7, 15)))
@@ -172,6 +173,24 @@ def test_a_whole_parameter_lies_in_one_shard_and_buckets_grow_until_shards_are_e
                 found[slot.name] = rank
         assert len(runs) == 1 or run.padding <= PADDING
     assert found.keys() == dict(named).keys()
+
+
+def test_small_matrices_are_not_refused_for_the_alignment_that_all_runs_have():
+    named, groups, dtype_of = whole([(2, 2), (4, 1)])
+    for ranks in (1, 2):
+        (run,) = buckets(named, groups, dtype_of, 1000, ranks)
+        run.check_padding()
+
+
+def test_a_piece_is_refused_in_a_whole_group_unless_it_is_frozen():
+    """Frozen parameters are in no group."""
+    named, groups, dtype_of = whole([(8, 8)])
+    for _, parameter in named:
+        parameter.cut_on_tensor_axis = True
+    with pytest.raises(InputError, match="a tensor rank has but a piece of 'p0'"):
+        kinds(named, groups, dtype_of)
+    named[0][1].requires_grad_(False)
+    assert [kind.whole for kind in kinds(named, [{"params": [], "whole": True}], dtype_of)] == [False]
 
 
 BLOCK = [(3, 1), (1, 1), (4, 1), (1, 4)]  # of a GPT, in widths

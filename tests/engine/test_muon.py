@@ -1,14 +1,17 @@
 """Optimizers that look at a whole matrix: parameters dealt to ranks whole, stepped by torch's own Muon."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 from muon import OPTIMIZER, by_engine, by_torch, muon_engine
+from split_training import mesh
 from torch import nn
 from training import STAGES, make_engine, message_of, same_bits
 
 from common.optim import MuonAdamW, split
+from common.ranks.axes import Axes
 from interop.export import export_folder
 from interop.formats import from_dcp
 
@@ -133,18 +136,40 @@ class Spread(torch.optim.SGD):
         return super().step(closure)
 
 
+class Rows(torch.optim.SGD):
+    """Keeps a second moment of each row of all matrices in a flat shard, or a norm of each matrix."""
+
+    def __init__(self, params, by_row=True):
+        self.by_row = by_row
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for flat in group["params"]:
+                for number, (part, shape) in enumerate(getattr(flat, "whole", ()) if flat.grad is not None else ()):
+                    norms = flat.grad[part].view(shape).norm(dim=-1)
+                    self.state[flat][f"of {number}"] = norms if self.by_row else norms.norm()
+        return super().step(closure)
+
+
 def one_matrix():
     return nn.Sequential(nn.Linear(16, 16))
 
 
 REFUSED = {
-    "a matrix for one rank": ("stage3_param", {"model": one_matrix}, "would be 2.00 times as long as its parameters"),
+    "a matrix for one rank": ("stage3_param", {"model": one_matrix}, "would be 2.00 times as long as if shards cut"),
     "sub-groups": ("offload.nvme", {}, '"whole": sub-groups cut parameters'),
-    "a share of the host": ("offload", {"ratio": 0.5}, "and ratio= would cut it; give 0 or 1"),
+    "a share of the host": ("offload", {"ratio": 0.5}, "ratio=0.5 would cut parameters; give 0 or 1"),
     "torch's Muon": (
         "stage1_os",
         {"optimizer": torch.optim.Muon},
         "RMSprop, or common.optim.MuonAdamW",
+    ),
+    "states of rows": ("stage1_os", {"optimizer": Rows}, "Rows keeps states of single parameters in a flat tensor"),
+    "a state of each": (
+        "stage1_os",
+        {"optimizer": partial(Rows, by_row=False)},
+        "Rows keeps states of single parameters in a flat tensor",
     ),
     "all of a shard": (
         "stage1_os",
@@ -166,6 +191,51 @@ def test_what_would_cut_or_pad_a_matrix_is_refused_in_a_line(worlds, case):
     for message in worlds(2).run(refused, case):
         assert REFUSED[case][2] in message
         assert "\n" not in message
+
+
+def rates_of_a_rank(world, kind):
+    rates = {"muon": {"lr": 0.02}, "adamw": {"lr": 0.01}}
+    rates[kind] = {"lr": 0.01 * (1 + world.rank)}
+    return message_of(muon_engine, "stage1_os", partial(MuonAdamW, **rates))
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_rates_that_differ_between_ranks_are_refused(worlds, kind):
+    for message in worlds(2).run(rates_of_a_rank, kind):
+        assert "differs between rank" in message
+
+
+def stages_of_a_pipeline(world):
+    """The first pipeline rank has the matrix, the second none."""
+    grid = mesh(world.device.type, 2, 1, 1)
+    module = one_matrix() if world.rank == 0 else nn.LayerNorm(16)
+    matrices, rest = split(module)
+    groups = [{"params": matrices, "whole": True}, {"params": rest}]
+    axes = {"process_group": grid["data"].get_group(), "model_parallel": Axes(pipeline=grid["pipeline"].get_group())}
+    return message_of(make_engine, "stage1_os", module, OPTIMIZER, param_groups=groups, **axes)
+
+
+def test_a_stage_of_a_pipeline_may_have_no_matrix(worlds):
+    assert worlds(2).run(stages_of_a_pipeline) == [None, None]
+
+
+def of_two_groups(world):
+    """The bytes of states, predicted before a step and counted after it: one group has momentum, the other none."""
+    module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    groups = [
+        {"params": [module[n].weight, module[n + 1].weight], "whole": True, "momentum": m}
+        for n, m in ((0, 0.9), (2, 0))
+    ]
+    made = make_engine("stage1_os", module, partial(torch.optim.SGD, lr=0.1), param_groups=groups)
+    before = made.predicted_model_state_bytes()
+    made.backward(made(torch.ones(2, 32)).sum())
+    made.step()
+    return before, made.model_state_bytes(), made.predicted_model_state_bytes()
+
+
+def test_each_group_has_the_bytes_of_its_own_states(worlds):
+    for before, counted, predicted in worlds(2).run(of_two_groups):
+        assert before == counted == predicted
 
 
 def of_a_bias(world, whole):
@@ -200,12 +270,15 @@ def test_muon_takes_matrices_inside_layers_and_adamw_the_rest():
     assert len(rest) == 4
 
 
-def test_without_an_engine_it_steps_as_torchs_two_do():
+@pytest.mark.parametrize("copied", [False, True])
+def test_without_an_engine_it_steps_as_torchs_two_do(copied):
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))] for _ in range(2))
     for mine, its in zip(ours, theirs, strict=True):
         its.data = mine.data.clone()
     made = MuonAdamW([{"params": ours[:1], "whole": True}, {"params": ours[1:]}], muon={"lr": 0.1}, adamw={"lr": 0.1})
+    if copied:
+        made, ours = copy.deepcopy((made, ours))
     two = [torch.optim.Muon(theirs[:1], lr=0.1), torch.optim.AdamW(theirs[1:], lr=0.1)]
     for _ in range(3):
         for mine, its in zip(ours, theirs, strict=True):
