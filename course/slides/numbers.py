@@ -13,7 +13,8 @@ from course.slides.code import ROOT, listing
 from lab.readme import IDEAS
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
-BEYOND = {"offload": "ZeRO-Offload", "offload.nvme": "ZeRO-Infinity", "zeropp": "ZeRO++", "zeropp.hybrid": "Hybrid sharding"}
+BEYOND = {"offload": "ZeRO-Offload", "offload.nvme": "ZeRO-Infinity", "zeropp": "ZeRO++"}
+BEYOND["zeropp.hybrid"] = "Hybrid sharding"
 NAMES = {name: f"Stage {number}" for number, name in enumerate(STAGES)} | BEYOND
 
 
