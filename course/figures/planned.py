@@ -9,7 +9,8 @@ from lab.plan.formulas import WAYS
 
 GB = 1e9
 LOOKS = 8  # moments, of which a line shows the highest: a block's backward has four, and they differ by a third
-INKS = ("#767676", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#8A7D00", "#A0522D", "black", "#5D3A9B")  # 3:1 on white
+INKS = ("#767676", "#CC79A7", "#009E73", "#0072B2", "#D55E00", "#8A7D00", "#A0522D", "black")  # 3:1 on white
+INKS += ("#5D3A9B", "#117A8B")
 LOOK = {way.title: {"color": ink, "marker": mark} for way, ink, mark in zip(WAYS, INKS, MARKERS, strict=False)}
 LOOK["computation"] = {"color": "black", "linewidth": 2.5}
 

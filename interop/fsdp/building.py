@@ -133,7 +133,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if not engine.shown:
         raise InputError("clip_grad_norm_: there are no gradients; call it after loss.backward()")
     validation.check_numbers(max_norm, None, norm_type, bucket_mb=1)
-    norm = gradient_norm(engine.buckets, engine.comm, norm_type)
+    norm = gradient_norm(engine.buckets, engine.shard_comm, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}")
     engine.clip_norm, engine.norm_type = max_norm, norm_type

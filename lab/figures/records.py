@@ -134,7 +134,7 @@ def scaling(results):
     """Draw `lab.plan.scaling`, over the GPUs: memory, the largest model, speed, exposed communication."""
     figure, ((one, two), (three, four)) = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
     engines = dict.fromkeys(row["engine"] for row in results["memory"])
-    styles = {name: {"color": PALETTE[n], "marker": MARKERS[n]} for n, name in enumerate(engines)}
+    styles = {name: {"color": (*PALETTE, "black")[n], "marker": MARKERS[n]} for n, name in enumerate(engines)}
     for name in engines:
         rows = [row for row in results["memory"] if row["engine"] == name]
         one.plot([row["ranks"] for row in rows], [row["peak_bytes"] / 1e9 for row in rows], label=name, **styles[name])
@@ -148,7 +148,7 @@ def scaling(results):
         line = "--" if name.endswith("disk") else ":" if "optimizer" in name else "-"
         two.plot([row["ranks"] for row in rows], billions, line, label=name, **styles[rows[0]["engine"]])
     _axes(two, "billions of parameters", "The largest GPT that fits", legend="lower right")
-    two.set_ylim(bottom=0.03)
+    two.set_ylim(bottom=0.015)
     for number, name in enumerate(dict.fromkeys(row["engine"] for row in results["speed"])):
         for filled, line in ((False, ":"), (True, "-")):
             rows = [row for row in results["speed"] if (row["engine"], row["filled"]) == (name, filled) and row["fits"]]
