@@ -17,15 +17,16 @@ from interop.wrapped import Model, Optimizer, engine_for, refused, tried
 
 tried("lightning")
 
-from lightning.fabric.plugins.precision import MixedPrecision, Precision  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
 from lightning.fabric.wrappers import _FabricModule  # noqa: E402
 
 REST = "rest.ckpt"  # the rest of a checkpoint, without models and optimizers
 
 
-class ZeroStrategy(DDPStrategy):
-    """Fabric's DDP strategy, but an engine trains, with the options that it takes, such as precision="bf16".
+class ByEngine:
+    """What the strategies of Fabric and of the Trainer share; it comes before Lightning's DDP strategy among the bases.
+
+    It takes an engine, by name, and the options that this takes, such as precision="bf16".
 
     Raises:
         InputError: an engine cannot do what the script asks for; one line names it.
@@ -34,32 +35,49 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, engine="stage2_grad", **options):
         super().__init__()
         self._engine_name, self._engine_options = engine, options
+
+    def build(self, module, optimizers, precision):
+        """Build the engine of a module and its optimizers; several of these are an InputError."""
+        if len(optimizers) != 1:
+            raise InputError(f"a module takes one optimizer, not {len(optimizers)}; use param groups")
+        if precision.precision == "bf16-mixed" and self._engine_options.get("precision", "fp32") != "fp32":
+            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave out that or the strategy's precision=")
+        return engine_for(self._engine_name, module, optimizers[0], self._engine_options)
+
+
+def checked(precision):
+    """Lightning's precision: fp32, or autocast to bf16 over fp32 weights. An engine's own is one of its options."""
+    kind = None if precision is None else (type(precision).__name__, precision.precision)
+    if kind not in (None, ("Precision", "32-true"), ("MixedPrecision", "bf16-mixed")):
+        raise InputError(
+            f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Lightning, or precision='bf16' or "
+            "'fp16' to the strategy"
+        )
+    return precision
+
+
+class ZeroStrategy(ByEngine, DDPStrategy):
+    """Fabric's DDP strategy, but an engine trains."""
+
+    def __init__(self, engine="stage2_grad", **options):
+        super().__init__(engine, **options)
         self._stepping = {}  # engine -> its Optimizer
         self._backward_sync_control = BackwardSync()
 
     @property
     def precision(self):
-        """Fabric's: fp32, or autocast to bf16 over fp32 weights. An engine's own is one of its options."""
+        """Fabric's; see `checked`."""
         return super().precision
 
     @precision.setter
     def precision(self, precision):
-        if not (precision is None or type(precision) is Precision or is_autocast(precision)):
-            raise InputError(
-                f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Fabric, or precision='bf16' or "
-                "'fp16' to the strategy"
-            )
-        self._precision = precision
+        self._precision = checked(precision)
 
     # ---- a training loop ----------------------------------------------------------------------------------------
 
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
         """Build the engine; several optimizers for one module are an InputError."""
-        if len(optimizers) != 1:
-            raise InputError(f"setup() takes one optimizer for a module, not {len(optimizers)}; use param groups")
-        if is_autocast(self.precision) and self._engine_options.get("precision", "fp32") != "fp32":
-            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave out that or the strategy's precision=")
-        engine = engine_for(self._engine_name, module, optimizers[0], self._engine_options)
+        engine = self.build(module, optimizers, self.precision)
         self._stepping[engine] = Optimizer(engine, optimizers[0])
         return Model(engine), [self._stepping[engine]], scheduler
 
@@ -143,11 +161,6 @@ class BackwardSync:
     def no_backward_sync(self, module, enabled):
         """A context in which backwards do not communicate, in stages 0 and 1."""
         return module.no_sync() if enabled else contextlib.nullcontext()
-
-
-def is_autocast(precision):
-    """Whether this is Fabric's autocast to bf16."""
-    return isinstance(precision, MixedPrecision) and precision.precision == "bf16-mixed"
 
 
 def _zero_grad(self, set_to_none=True):

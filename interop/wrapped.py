@@ -55,7 +55,10 @@ def init_distributed(dist_backend=None, timeout=None):
 
 
 def take_from_rank_0(model):
-    """Move a model to the device of the default group, and give it rank 0's values."""
+    """Move a model to the device of the default group, and give it rank 0's values; not one on the meta device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return
     model.to(device_of(backend_of(None)))
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
