@@ -9,9 +9,14 @@ Ranks, devices, loaders and `all_reduce` are those of Fabric's DDP strategy, fro
 """
 
 import contextlib
+import copy
 import math
 import os
+import zlib
 
+import torch
+
+from common.engine.guards import engine_of
 from common.errors import InputError
 from interop.wrapped import Model, Optimizer, engine_for, refused, tried
 
@@ -26,7 +31,8 @@ REST = "rest.ckpt"  # the rest of a checkpoint, without models and optimizers
 class ByEngine:
     """What the strategies of Fabric and of the Trainer share; it comes before Lightning's DDP strategy among the bases.
 
-    It takes an engine, by name, and the options that this takes, such as precision="bf16".
+    It takes an engine, by name, and the options that this takes, such as precision="bf16". For a model on the meta
+    device `init` is the engine's, or "reset_parameters", for `by_reset_parameters`.
 
     Raises:
         InputError: an engine cannot do what the script asks for; one line names it.
@@ -37,12 +43,41 @@ class ByEngine:
         self._engine_name, self._engine_options = engine, options
 
     def build(self, module, optimizers, precision):
-        """Build the engine of a module and its optimizers; several of these are an InputError."""
+        """Build the engine of a module and its optimizer.
+
+        Raises:
+            InputError: there are several optimizers, two precisions, or an engine already.
+        """
         if len(optimizers) != 1:
             raise InputError(f"a module takes one optimizer, not {len(optimizers)}; use param groups")
+        if any(id(parameter) in engine_of for parameter in module.parameters()):
+            raise InputError("an engine has this model already; go on with its strategy, or build the model anew")
         if precision.precision == "bf16-mixed" and self._engine_options.get("precision", "fp32") != "fp32":
             raise InputError("'bf16-mixed' is autocast over fp32 weights; leave out that or the strategy's precision=")
-        return engine_for(self._engine_name, module, optimizers[0], self._engine_options)
+        options = dict(self._engine_options)
+        if options.get("init") == "reset_parameters":
+            options["init"] = by_reset_parameters(module, self.broadcast(torch.initial_seed()))
+        return engine_for(self._engine_name, module, optimizers[0], options)
+
+
+def by_reset_parameters(model, seed):
+    """An engine's `init` for a meta-device model: each module's reset_parameters draws from a seed of its own.
+
+    So the values depend on `seed` and on the module's name, not on the engine or the number of ranks. One module at a
+    time is whole. What has no reset_parameters is left without values, for a checkpoint to set.
+    """
+    on_meta = {name: copy.deepcopy(m) for name, m in model.named_modules() if hasattr(m, "reset_parameters")}
+
+    def init(name, tensor):
+        module, _, own = name.rpartition(".")
+        if module in on_meta:
+            whole = copy.deepcopy(on_meta[module]).to_empty(device=tensor.device)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + zlib.crc32(module.encode()))
+                whole.reset_parameters()
+            tensor.copy_(getattr(whole, own))
+
+    return init
 
 
 def checked(precision):
