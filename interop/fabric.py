@@ -25,6 +25,7 @@ tried("lightning")
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
 from lightning.fabric.wrappers import _FabricModule  # noqa: E402
 
+HOW_TO_CLIP = "ranks keep shards; clip in step() of an optimizer class of your own"
 REST = "rest.ckpt"  # the rest of a checkpoint, without models and optimizers
 
 
@@ -99,14 +100,10 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         self._stepping = {}  # engine -> its Optimizer
         self._backward_sync_control = BackwardSync()
 
-    @property
-    def precision(self):
-        """Fabric's; see `checked`."""
-        return super().precision
-
-    @precision.setter
+    @DDPStrategy.precision.setter
     def precision(self, precision):
-        self._precision = checked(precision)
+        """Fabric's; see `checked`."""
+        DDPStrategy.precision.fset(self, checked(precision))
 
     # ---- a training loop ----------------------------------------------------------------------------------------
 
@@ -146,7 +143,7 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         optimizer.limit = norm, error_if_nonfinite
         return norm
 
-    clip_gradients_value = refused("clip_val: ranks keep shards; clip in step() of an optimizer class of your own")
+    clip_gradients_value = refused(f"clip_val: {HOW_TO_CLIP}")
 
     # ---- files --------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ tried("lightning")
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
-from interop.fabric import REST, ByEngine, checked  # noqa: E402
+from interop.fabric import HOW_TO_CLIP, REST, ByEngine, checked  # noqa: E402
 
 MODEL = "model"  # the engine's folder in a checkpoint
+CLIPS = f"gradient_clip_algorithm='value': {HOW_TO_CLIP}"
 
 
 class ZeroStrategy(ByEngine, DDPStrategy):
@@ -43,14 +44,10 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         """The engine. Weights are whole within `trainer.strategy.engine.gathered()`."""
         return self.trained.engine
 
-    @property
-    def precision_plugin(self):
-        """The Trainer's precision; see `checked`."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    @DDPStrategy.precision_plugin.setter
     def precision_plugin(self, precision_plugin):
-        self._precision_plugin = checked(precision_plugin)
+        """The Trainer's precision; see `checked`."""
+        DDPStrategy.precision_plugin.fset(self, checked(precision_plugin))
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 
@@ -67,6 +64,10 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         if self.trained is None or self.trained.module is not self.lightning_module:
             self._check(trainer)
             self.setup_optimizers(trainer)
+            if not any(optimizer.param_groups for optimizer in self.optimizers):
+                raise InputError(
+                    "configure_optimizers() returns none; a model to validate, test or predict needs one too"
+                )
             engine = self.build(self.lightning_module, self.optimizers, self.precision_plugin)
             self.trained, self.optimizers = Model(engine), [StepsAfter(engine, *self.optimizers)]
         self.model = self.trained
@@ -79,13 +80,11 @@ class ZeroStrategy(ByEngine, DDPStrategy):
             raise InputError("automatic_optimization=False: training_step runs in an engine's forward; use Fabric")
         if trainer.gradient_clip_algorithm == "value":
             raise InputError(CLIPS)
-        if self._layer_sync is not None:
+        if self._layer_sync is not None:  # Lightning has no public name for it
             raise InputError("sync_batchnorm=True: write torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module")
         for name in ("backward", "configure_sharded_model"):
             if is_overridden(name, module):
                 raise InputError(f"{type(module).__name__}.{name}: an engine has its own; leave it out")
-        if not is_overridden("configure_optimizers", module):
-            raise InputError("configure_optimizers() must return an optimizer, to validate, test and predict too")
 
     def backward(self, closure_loss, optimizer, *args, **kwargs):
         """The engine's, between the hooks."""
@@ -147,6 +146,3 @@ class StepsAfter(Optimizer):
         loss = closure()
         super().step()
         return loss
-
-
-CLIPS = "gradient_clip_algorithm='value': ranks keep shards; clip in step() of an optimizer class of your own"

@@ -13,7 +13,7 @@ from common.engines import find_engine
 from lab.compare import relative_difference
 
 pytestmark = hf.needs("lightning")
-EPOCHS, BATCHES = 2, 6  # batches of a rank in an epoch
+EPOCHS, BATCHES = 2, 5  # batches of a rank in an epoch
 
 
 def module_of(**changed):
@@ -25,7 +25,8 @@ def module_of(**changed):
         def __init__(self):
             super().__init__()
             self.losses, self.net = [], None
-            vars(self).update(changed)
+            for attribute, value in changed.items():
+                setattr(self, attribute, value)
 
         def configure_model(self):
             if self.net is None:
@@ -130,10 +131,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "world"), [*((what, 2) for what in CASES), ("plain", 1), ("plain", 3)], indirect=["world"]
-)
-@pytest.mark.parametrize("name", SEVEN)
+BOTH = ("stage1_os", "stage3_param")  # under no_sync the first sends nothing
+RUNS = [(name, "plain", 2) for name in SEVEN] + [("stage3_param", "plain", ranks) for ranks in (1, 3)]
+RUNS += [(name, what, 2) for name in BOTH for what in CASES if what != "plain"]
+
+
+@pytest.mark.parametrize(("name", "what", "world"), RUNS, indirect=["world"])
 def test_a_fit_by_an_engine_is_that_by_ddp_and_a_plain_loop(world, name, what):
     found = []
     with hf.as_by_torchrun(world):
@@ -157,3 +160,139 @@ def test_a_fit_by_an_engine_is_that_by_ddp_and_a_plain_loop(world, name, what):
     else:
         assert ours == pytest.approx(losses, rel=1e-5)
         assert relative_difference(other, weights) < 1e-5
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_fit_goes_on_from_a_checkpoint_and_another_trainer_tests_it(world, tmp_path, name):
+    with hf.as_by_torchrun(world):
+        trainer = trainer_of(2, name, saves_to=tmp_path)
+        whole, module = fit(trainer, module_of()), trainer.lightning_module
+        told = trainer.test(module, loader(2), verbose=False)
+        last = trainer.checkpoint_callback.best_model_path
+        first = str(tmp_path / f"epoch=0-step={BATCHES}.ckpt")
+        for begin, path in (BATCHES, first), (2 * BATCHES, last):  # the loops' progress has them end at once
+            again = trainer_of(2, name, saves_to=tmp_path / "again")
+            losses, *rest = fit(again, module_of(), ckpt_path=path)
+            assert [losses, *rest] == [whole[0][begin:], *whole[1:]]
+            assert hf.equal(weights_of(again), weights_of(trainer))
+        fresh = trainer_of(2, name)
+        assert fresh.test(module_of(), loader(2), ckpt_path=last, verbose=False) == told
+        trainer.fit_loop.max_epochs = EPOCHS + 1  # a second fit goes on, with the optimizer and its rates
+        assert fit(trainer, module) == fit(trainer_of(2, name, max_epochs=EPOCHS + 1), module_of())
+
+
+def saved(world, folder):
+    with hf.as_by_torchrun(world):
+        trainer = trainer_of(world.size, "stage3_param")
+        fit(trainer, module_of())
+        trainer.save_checkpoint(folder)
+        return weights_of(trainer)
+
+
+def loaded(world, folder):
+    """The weights of a Trainer's checkpoint, by an engine and by Fabric."""
+    from lightning.fabric import Fabric  # noqa: PLC0415
+
+    from interop.fabric import ZeroStrategy  # noqa: PLC0415
+
+    module = module_of()
+    module.configure_model()
+    engine = find_engine("stage1_os")(module, torch.optim.AdamW)
+    engine.load(folder / "model")
+    with hf.as_by_torchrun(world):
+        fabric = Fabric(accelerator="cpu", strategy=ZeroStrategy("stage0_ddp"), devices=world.size)
+        fabric.launch()
+        module = module_of()
+        module.configure_model()
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+        rest = fabric.load(folder, {"model": model, "optimizer": optimizer, "global_step": None})
+        assert rest.keys() >= {"epoch", "loops", "lr_schedulers"}
+        return engine.full_state_dict(), fabric.strategy.get_module_state_dict(model._forward_module)
+
+
+def test_an_engine_and_fabric_load_the_folder_at_another_world_size(worlds, tmp_path):
+    weights, *_ = worlds(2).run(saved, tmp_path / "saved")
+    for found in worlds(1).run(loaded, tmp_path / "saved")[0]:
+        assert hf.equal(found, weights)
+
+
+def fill(name, tensor):
+    with torch.no_grad():
+        tensor.copy_(torch.linspace(-1, 1, tensor.numel()).view(tensor.shape) / len(name))
+
+
+@pytest.mark.parametrize("init", [fill, "reset_parameters"])
+def test_layers_made_on_the_meta_device_have_the_values_that_init_gives(world, tmp_path, init):
+    found = []
+    with hf.as_by_torchrun(world):
+        for name in ("stage0_ddp", "stage3_param"):
+            torch.manual_seed(world.rank)  # rank 0's seed counts
+            trainer, module = trainer_of(2, name, {"init": init}), module_of()
+            losses, *_ = fit(trainer, module)
+            assert module.built_on.type == "meta"
+            found.append((losses, weights_of(trainer)))
+        trainer.save_checkpoint(tmp_path)
+        last = trainer_of(2, name, {"init": lambda name, tensor: None})  # the checkpoint has the values
+        last.validate(module_of(), loader(2), ckpt_path=tmp_path, verbose=False)
+        found.append((losses, weights_of(last)))
+        if init is fill:
+            module, trainer = module_of(), trainer_of(2, "stage3_param")
+            module.configure_model()
+            for name, parameter in module.named_parameters():
+                fill(name, parameter)
+            losses, *_ = fit(trainer, module)
+            found.append((losses, weights_of(trainer)))
+    assert all(losses == found[0][0] and hf.equal(weights, found[0][1]) for losses, weights in found)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_engines_own_precisions(world, precision):
+    with hf.as_by_torchrun(world):
+        trainer = trainer_of(2, "stage3_param", {"precision": precision})
+        losses, *_ = fit(trainer, module_of())
+        assert {weight.dtype for weight in weights_of(trainer).values()} == {torch.float32}  # masters
+    assert losses[-1] < losses[0]
+
+
+def run(options=None, changed=None, **given):
+    """A fit, as `fit`, of a module with changed attributes."""
+    return lambda folder: fit(trainer_of(2, "stage2_grad", options, **given), module_of(**(changed or {})))
+
+
+def save_weights_only(folder):
+    trainer = trainer_of(2, "stage2_grad")
+    fit(trainer, module_of())
+    trainer.save_checkpoint(folder / "one", weights_only=True)
+
+
+def other_strategy(folder):
+    module = module_of()
+    fit(trainer_of(2, "stage2_grad"), module)
+    fit(trainer_of(2, "stage2_grad"), module)
+
+
+def no_checkpoint(folder):
+    fit(trainer_of(2, "stage2_grad"), module_of(), ckpt_path=folder)
+
+
+REFUSED = {
+    "16-bit weights": (run(precision="bf16-true"), "^precision='bf16-true': give"),
+    "two precisions": (run({"precision": "bf16"}, precision="bf16-mixed"), "^'bf16-mixed' is autocast"),
+    "values clipped": (
+        run(gradient_clip_val=1.0, gradient_clip_algorithm="value"),
+        "^gradient_clip_algorithm='value': ranks",
+    ),
+    "manual optimization": (run(changed={"automatic_optimization": False}), "^automatic_optimization=False"),
+    "batch norms": (run(sync_batchnorm=True), "^sync_batchnorm=True: write"),
+    "no optimizer": (run(changed={"configure_optimizers": lambda: None}), "^configure_optimizers"),
+    "no values": (run({"init": lambda name, tensor: None}), "^init= leaves 'scale.weight' without values"),
+    "weights saved alone": (save_weights_only, "^weights only: an engine saves its whole state"),
+    "no checkpoint": (no_checkpoint, "holds no engine's checkpoint"),
+    "another strategy": (other_strategy, "^an engine has this model already"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_an_engine_cannot_do_is_refused_in_one_line(world, tmp_path, what):
+    act, words = REFUSED[what]
+    hf.check_refused(world, words, lambda: act(tmp_path))
