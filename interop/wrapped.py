@@ -1,7 +1,7 @@
 """What other libraries' APIs share: building an engine from a script's objects, and wrappers of model and optimizer.
 
-Other trainers take the wrappers for torch's own, and so train by an engine. transformers' Trainer, Accelerate and
-Fabric use the forward, `no_sync` and attributes of a model, and `step`, `zero_grad` and `param_groups` of an optimizer:
+Other trainers take the wrappers for torch's own, and so train by an engine. Both Trainers, Accelerate and Fabric
+use the forward, `no_sync` and attributes of a model, and `step`, `zero_grad` and `param_groups` of an optimizer:
 the wrappers have those.
 """
 
