@@ -43,14 +43,8 @@ class ByEngine:
         super().__init__()
         self._engine_name, self._engine_options = engine, options
 
-    def build(self, module, optimizers, precision):
-        """Build the engine of a module and its optimizer.
-
-        Raises:
-            InputError: there are several optimizers, two precisions, or an engine already.
-        """
-        if len(optimizers) != 1:
-            raise InputError(f"a module takes one optimizer, not {len(optimizers)}; use param groups")
+    def build(self, module, optimizer, precision):
+        """Build the engine of a module and its optimizer. A module that has one, or two precisions are InputErrors."""
         if any(id(parameter) in engine_of for parameter in module.parameters()):
             raise InputError("an engine has this model already; go on with its strategy, or build the model anew")
         if precision.precision == "bf16-mixed" and self._engine_options.get("precision", "fp32") != "fp32":
@@ -58,25 +52,38 @@ class ByEngine:
         options = dict(self._engine_options)
         if options.get("init") == "reset_parameters":
             options["init"] = by_reset_parameters(module, self.broadcast(torch.initial_seed()))
-        return engine_for(self._engine_name, module, optimizers[0], options)
+        return engine_for(self._engine_name, module, optimizer, options)
+
+
+def one_of(optimizers):
+    """The optimizer in a list; several, or none, are an InputError. For none Lightning has one without groups."""
+    found = [optimizer for optimizer in optimizers if optimizer.param_groups]
+    if len(found) != 1:
+        raise InputError(f"a module takes one optimizer, of one or more param groups, not {len(found)}")
+    return found[0]
 
 
 def by_reset_parameters(model, seed):
     """An engine's `init` for a meta-device model: each module's reset_parameters draws from a seed of its own.
 
     So the values depend on `seed` and on the module's name, not on the engine or the number of ranks. One module at a
-    time is whole. What has no reset_parameters is left without values, for a checkpoint to set.
+    time is whole. What the reset_parameters of its own module does not set is left to a checkpoint.
     """
     on_meta = {name: copy.deepcopy(m) for name, m in model.named_modules() if hasattr(m, "reset_parameters")}
 
     def init(name, tensor):
         module, _, own = name.rpartition(".")
-        if module in on_meta:
-            whole = copy.deepcopy(on_meta[module]).to_empty(device=tensor.device)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + zlib.crc32(module.encode()))
-                whole.reset_parameters()
-            tensor.copy_(getattr(whole, own))
+        if module not in on_meta:
+            return
+        whole = copy.deepcopy(on_meta[module]).to_empty(device=tensor.device)
+        with torch.no_grad(), torch.random.fork_rng():
+            if tensor.is_floating_point():
+                getattr(whole, own).fill_(math.nan)  # what stays so is unset
+            before = getattr(whole, own)._version  # torch has no public API for it
+            torch.manual_seed(seed + zlib.crc32(module.encode()))
+            whole.reset_parameters()
+            if tensor.is_floating_point() or getattr(whole, own)._version > before:
+                tensor.copy_(getattr(whole, own))
 
     return init
 
@@ -109,8 +116,9 @@ class ZeroStrategy(ByEngine, DDPStrategy):
 
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
         """Build the engine; several optimizers for one module are an InputError."""
-        engine = self.build(module, optimizers, self.precision)
-        self._stepping[engine] = Optimizer(engine, optimizers[0])
+        optimizer = one_of(optimizers)
+        engine = self.build(module, optimizer, self.precision)
+        self._stepping[engine] = Optimizer(engine, optimizer)
         return Model(engine), [self._stepping[engine]], scheduler
 
     def setup_module(self, module):

@@ -14,14 +14,14 @@ import os
 import torch
 
 from common.errors import InputError
-from interop.wrapped import Model, Optimizer, refused, tried
+from interop.wrapped import Model, Optimizer, copy_options, refused, tried
 
 tried("lightning")
 
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
-from interop.fabric import HOW_TO_CLIP, REST, ByEngine, checked  # noqa: E402
+from interop.fabric import HOW_TO_CLIP, REST, ByEngine, checked, one_of  # noqa: E402
 
 MODEL = "model"  # the engine's folder in a checkpoint
 CLIPS = f"gradient_clip_algorithm='value': {HOW_TO_CLIP}"
@@ -59,17 +59,20 @@ class ZeroStrategy(ByEngine, DDPStrategy):
             yield
 
     def setup(self, trainer):
-        """Build the engine in a model's first run. Later ones (fit, validate, test or predict) go on with it."""
+        """Build the engine in a model's first run; later ones go on with it, a `fit` with new rates and schedulers."""
         self.accelerator.setup(trainer)
-        if self.trained is None or self.trained.module is not self.lightning_module:
+        is_new = self.trained is None or self.trained.module is not self.lightning_module
+        if is_new or trainer.state.fn == "fit":
             self._check(trainer)
             self.setup_optimizers(trainer)
-            if not any(optimizer.param_groups for optimizer in self.optimizers):
-                raise InputError(
-                    "configure_optimizers() returns none; a model to validate, test or predict needs one too"
-                )
-            engine = self.build(self.lightning_module, self.optimizers, self.precision_plugin)
-            self.trained, self.optimizers = Model(engine), [StepsAfter(engine, *self.optimizers)]
+            given = one_of(self.optimizers)
+            if is_new:
+                self.trained = Model(self.build(self.lightning_module, given, self.precision_plugin))
+            kept = self.engine.optimizer
+            if type(given) is not type(kept):
+                raise InputError(f"configure_optimizers(): the engine goes on with {type(kept).__name__}; return that")
+            copy_options(given, kept)
+            self.optimizers = [StepsAfter(self.engine, given)]
         self.model = self.trained
         self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.optimizers[0].clip(clip_val)
         self.precision_plugin.clip_grad_by_value = refused(CLIPS)

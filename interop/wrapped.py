@@ -93,6 +93,12 @@ def factory_of(optimizer):
     return again
 
 
+def copy_options(source, target):
+    """Copy the options of one optimizer's groups to another's: rates, decay."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update((name, value) for name, value in group.items() if name != "params")
+
+
 def engine_for(name, model, optimizer, options):
     """Build an engine, by its name, for a model that has an optimizer already; `options` are the engine's.
 
