@@ -9,23 +9,31 @@ Ranks, devices, loaders and `all_reduce` are those of Fabric's DDP strategy, fro
 """
 
 import contextlib
+import copy
 import math
 import os
+import zlib
 
+import torch
+
+from common.engine.guards import engine_of
 from common.errors import InputError
 from interop.wrapped import Model, Optimizer, engine_for, refused, tried
 
 tried("lightning")
 
-from lightning.fabric.plugins.precision import MixedPrecision, Precision  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
 from lightning.fabric.wrappers import _FabricModule  # noqa: E402
 
+HOW_TO_CLIP = "ranks keep shards; clip in step() of an optimizer class of your own"
 REST = "rest.ckpt"  # the rest of a checkpoint, without models and optimizers
 
 
-class ZeroStrategy(DDPStrategy):
-    """Fabric's DDP strategy, but an engine trains, with the options that it takes, such as precision="bf16".
+class ByEngine:
+    """What the strategies of Fabric and of the Trainer share; it comes before Lightning's DDP strategy among the bases.
+
+    It takes an engine, by name, and the options that this takes, such as precision="bf16". For a model on the meta
+    device `init` is the engine's, or "reset_parameters", for `by_reset_parameters`.
 
     Raises:
         InputError: an engine cannot do what the script asks for; one line names it.
@@ -34,33 +42,83 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, engine="stage2_grad", **options):
         super().__init__()
         self._engine_name, self._engine_options = engine, options
+
+    def build(self, module, optimizer, precision):
+        """Build the engine of a module and its optimizer. A module that has one, or two precisions are InputErrors."""
+        if any(id(parameter) in engine_of for parameter in module.parameters()):
+            raise InputError("an engine has this model already; go on with its strategy, or build the model anew")
+        if precision.precision == "bf16-mixed" and self._engine_options.get("precision", "fp32") != "fp32":
+            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave out that or the strategy's precision=")
+        options = dict(self._engine_options)
+        if options.get("init") == "reset_parameters":
+            options["init"] = by_reset_parameters(module, self.broadcast(torch.initial_seed()))
+        return engine_for(self._engine_name, module, optimizer, options)
+
+
+def one_of(optimizers):
+    """The optimizer in a list; several, or none, are an InputError. For none Lightning has one without groups."""
+    found = [optimizer for optimizer in optimizers if optimizer.param_groups]
+    if len(found) != 1:
+        raise InputError(f"a module takes one optimizer, of one or more param groups, not {len(found)}")
+    return found[0]
+
+
+def by_reset_parameters(model, seed):
+    """An engine's `init` for a meta-device model: each module's reset_parameters draws from a seed of its own.
+
+    So the values depend on `seed` and on the module's name, not on the engine or the number of ranks. One module at a
+    time is whole. What the reset_parameters of its own module does not set is left to a checkpoint.
+    """
+    on_meta = {name: copy.deepcopy(m) for name, m in model.named_modules() if hasattr(m, "reset_parameters")}
+
+    def init(name, tensor):
+        module, _, own = name.rpartition(".")
+        if module not in on_meta:
+            return
+        whole = copy.deepcopy(on_meta[module]).to_empty(device=tensor.device)
+        with torch.no_grad(), torch.random.fork_rng():
+            if tensor.is_floating_point():
+                getattr(whole, own).fill_(math.nan)  # what stays so is unset
+            before = getattr(whole, own)._version  # torch has no public API for it
+            torch.manual_seed(seed + zlib.crc32(module.encode()))
+            whole.reset_parameters()
+            if tensor.is_floating_point() or getattr(whole, own)._version > before:
+                tensor.copy_(getattr(whole, own))
+
+    return init
+
+
+def checked(precision):
+    """Lightning's precision: fp32, or autocast to bf16 over fp32 weights. An engine's own is one of its options."""
+    kind = None if precision is None else (type(precision).__name__, precision.precision)
+    if kind not in (None, ("Precision", "32-true"), ("MixedPrecision", "bf16-mixed")):
+        raise InputError(
+            f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Lightning, or precision='bf16' or "
+            "'fp16' to the strategy"
+        )
+    return precision
+
+
+class ZeroStrategy(ByEngine, DDPStrategy):
+    """Fabric's DDP strategy, but an engine trains."""
+
+    def __init__(self, engine="stage2_grad", **options):
+        super().__init__(engine, **options)
         self._stepping = {}  # engine -> its Optimizer
         self._backward_sync_control = BackwardSync()
 
-    @property
-    def precision(self):
-        """Fabric's: fp32, or autocast to bf16 over fp32 weights. An engine's own is one of its options."""
-        return super().precision
-
-    @precision.setter
+    @DDPStrategy.precision.setter
     def precision(self, precision):
-        if not (precision is None or type(precision) is Precision or is_autocast(precision)):
-            raise InputError(
-                f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Fabric, or precision='bf16' or "
-                "'fp16' to the strategy"
-            )
-        self._precision = precision
+        """Fabric's; see `checked`."""
+        DDPStrategy.precision.fset(self, checked(precision))
 
     # ---- a training loop ----------------------------------------------------------------------------------------
 
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
         """Build the engine; several optimizers for one module are an InputError."""
-        if len(optimizers) != 1:
-            raise InputError(f"setup() takes one optimizer for a module, not {len(optimizers)}; use param groups")
-        if is_autocast(self.precision) and self._engine_options.get("precision", "fp32") != "fp32":
-            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave out that or the strategy's precision=")
-        engine = engine_for(self._engine_name, module, optimizers[0], self._engine_options)
-        self._stepping[engine] = Optimizer(engine, optimizers[0])
+        optimizer = one_of(optimizers)
+        engine = self.build(module, optimizer, self.precision)
+        self._stepping[engine] = Optimizer(engine, optimizer)
         return Model(engine), [self._stepping[engine]], scheduler
 
     def setup_module(self, module):
@@ -93,7 +151,7 @@ class ZeroStrategy(DDPStrategy):
         optimizer.limit = norm, error_if_nonfinite
         return norm
 
-    clip_gradients_value = refused("clip_val: ranks keep shards; clip in step() of an optimizer class of your own")
+    clip_gradients_value = refused(f"clip_val: {HOW_TO_CLIP}")
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -143,11 +201,6 @@ class BackwardSync:
     def no_backward_sync(self, module, enabled):
         """A context in which backwards do not communicate, in stages 0 and 1."""
         return module.no_sync() if enabled else contextlib.nullcontext()
-
-
-def is_autocast(precision):
-    """Whether this is Fabric's autocast to bf16."""
-    return isinstance(precision, MixedPrecision) and precision.precision == "bf16-mixed"
 
 
 def _zero_grad(self, set_to_none=True):

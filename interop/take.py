@@ -33,7 +33,8 @@ from .{module} import {named}
 __all__ = ["Engine"]
 Engine.reduces_at_once = {reduces_at_once}  # each backward, under no_sync too: what the suite holds it to
 """
-LIBRARIES = ("deepspeed/**/*.py", "fsdp/*.py", "accelerate.py", "fabric.py", "transformers.py")  # in interop/
+ALONE = ("accelerate.py", "fabric.py", "lightning.py", "transformers.py")
+LIBRARIES = ("deepspeed/**/*.py", "fsdp/*.py", *ALONE)  # in interop/
 OPTIMIZERS = "common.optim"  # which no engine imports
 SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 

@@ -1,7 +1,7 @@
 """What other libraries' APIs share: building an engine from a script's objects, and wrappers of model and optimizer.
 
-Other trainers take the wrappers for torch's own, and so train by an engine. transformers' Trainer, Accelerate and
-Fabric use the forward, `no_sync` and attributes of a model, and `step`, `zero_grad` and `param_groups` of an optimizer:
+Other trainers take the wrappers for torch's own, and so train by an engine. Both Trainers, Accelerate and Fabric
+use the forward, `no_sync` and attributes of a model, and `step`, `zero_grad` and `param_groups` of an optimizer:
 the wrappers have those.
 """
 
@@ -55,7 +55,10 @@ def init_distributed(dist_backend=None, timeout=None):
 
 
 def take_from_rank_0(model):
-    """Move a model to the device of the default group, and give it rank 0's values."""
+    """Move a model to the device of the default group, and give it rank 0's values; not one on the meta device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return
     model.to(device_of(backend_of(None)))
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -88,6 +91,12 @@ def factory_of(optimizer):
     if optimizer.state and not fresh.state:  # Adagrad is built with states
         raise InputError(f"optimizer: this {kind.__name__} has states already, which the engine would not have")
     return again
+
+
+def copy_options(source, target):
+    """Copy the options of one optimizer's groups to another's: rates, decay."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update((name, value) for name, value in group.items() if name != "params")
 
 
 def engine_for(name, model, optimizer, options):

@@ -9,9 +9,9 @@ from common.engine import units, validation
 from common.engine.guards import engine_of
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
-from interop.fsdp.engine import Sharded, copy_options, part_of, parts_of
+from interop.fsdp.engine import Sharded, part_of, parts_of
 from interop.fsdp.supported import in_its_words, refuse_dtensors
-from interop.wrapped import factory_of, refused
+from interop.wrapped import copy_options, factory_of, refused
 
 
 class Stepped:

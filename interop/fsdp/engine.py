@@ -11,6 +11,7 @@ from common.engines import find_engine
 from common.errors import InputError
 from common.tensors import map_tensors, tensors_in
 from interop.fsdp.supported import in_its_words, refusing
+from interop.wrapped import copy_options
 
 
 @dataclass
@@ -156,12 +157,6 @@ class Gradient(torch.Tensor):
             "p.grad cannot be read or written, since gradients lie in the engine's shards: clip by clip_grad_norm_ of "
             "interop.fsdp, drop by zero_grad(), read and write by engine_behind(model).gradients()"
         )
-
-
-def copy_options(source, target):
-    """Copy the options of one optimizer's groups to another's: rates, decay."""
-    for group, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update((name, value) for name, value in group.items() if name != "params")
 
 
 def forward(engine, inputs, named):

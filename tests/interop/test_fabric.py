@@ -118,6 +118,32 @@ def test_gradients_are_dropped_by_the_model_and_the_optimizer_and_a_graph_is_kep
     assert others == pytest.approx([once, once, 2 * once], rel=1e-2 if name == "zeropp" else 1e-5)
 
 
+def test_a_model_on_the_meta_device_is_filled_by_its_modules_own_reset_parameters(world):
+    found = []
+    with hf.as_by_torchrun(world):
+        for name in ("stage0_ddp", "stage3_param"):
+            torch.manual_seed(world.rank)  # rank 0's seed counts
+            fabric = fabric_of(world.size, name, options={"init": "reset_parameters"})
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+            model, _ = fabric.setup(model, torch.optim.AdamW(model.parameters()), move_to_device=False)
+            found.append(fabric.strategy.get_module_state_dict(model._forward_module))
+    assert hf.equal(*found)
+    assert found[0]["0.weight"].std() > 0.1
+    assert not torch.equal(found[0]["0.weight"], found[0]["2.weight"])
+
+
+class Half(nn.Linear):
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+
+def half_set(fabric, folder):
+    model = Half(4, 4, device="meta")
+    model, _ = fabric.setup(model, torch.optim.AdamW(model.parameters()), move_to_device=False)
+    model(torch.ones(4))
+
+
 def two_models(fabric, folder):
     one, other = set_up(fabric), set_up(fabric)
     x = torch.arange(8)
@@ -154,6 +180,11 @@ REFUSED = {
     ),
     "an optimizer's states": (lambda fabric, _: set_up(fabric)[1].state_dict(), {}, "its states are shards"),
     "whose loss": (two_models, {}, "there are 2 engines"),
+    "a bias that reset_parameters forgets": (
+        half_set,
+        {"options": {"init": "reset_parameters"}},
+        "^init= leaves 'bias' without values",
+    ),
     "a norm that is not finite": (bad_norm, {}, "the gradient's norm was"),
 }
 

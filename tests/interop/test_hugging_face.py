@@ -22,9 +22,8 @@ from common.errors import InputError
 from interop.wrapped import TRIED, Model, Optimizer, engine_for, tried
 
 PAGE = (ROOT / "interop/HUGGING_FACE.md").read_text()
-SCRIPTS = dict(
-    zip(("trainer", "accelerate", "fabric"), re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=True)
-)
+IN_ORDER = ("trainer", "accelerate", "fabric", "lightning")
+SCRIPTS = dict(zip(IN_ORDER, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=True))
 
 # ---- without the libraries -------------------------------------------------------------------------------------------
 
@@ -36,7 +35,7 @@ def found(version):
     return mock.patch.object(importlib.metadata, "version", **answers)
 
 
-@pytest.mark.parametrize("module", ["transformers", "accelerate", "fabric"])
+@pytest.mark.parametrize("module", ["transformers", "accelerate", "fabric", "lightning"])
 def test_a_library_that_is_absent_is_named_in_one_line(module):
     name = f"interop.{module}"
     with mock.patch.dict(sys.modules), found(None), pytest.raises(InputError) as refused:
@@ -143,13 +142,16 @@ def test_a_count_of_tokens_is_not_rounded_to_16_bits():
 # ---- with them -------------------------------------------------------------------------------------------------------
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_pages_scripts_run(tmp_path, name):
+@pytest.mark.parametrize(("name", "by"), [*((name, TORCHRUN) for name in SCRIPTS), ("lightning", ())])
+def test_the_pages_scripts_run(tmp_path, name, by):
     pytest.importorskip({"fabric": "lightning.fabric", "trainer": "transformers"}.get(name, name))
     (tmp_path / "script.py").write_text(SCRIPTS[name])
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
-    ended = commands.run(*torchrun, cwd=tmp_path, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    settings = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ended = commands.run(*by, "script.py", cwd=tmp_path, **settings)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert len(re.findall(r"^(?:epoch \d loss [\d.]+|tensor)", ended.stdout, re.MULTILINE)) == (
         1 if name == "trainer" else 2
