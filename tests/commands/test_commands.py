@@ -25,7 +25,6 @@ from common import loop, outputs, train
 from common.errors import InputError
 from common.measure.hardware import commit
 from lab import compare
-from offload.__main__ import add_own
 
 
 def written(path, *arguments):
@@ -174,8 +173,8 @@ SEEN_BY_RANKS = ("--model moe-tiny --checkpoint-activations reentrant", "--path 
 def test_bad_input_gets_one_line_and_exit_status_2(module, options, capfd, monkeypatch):
     if options not in SEEN_BY_RANKS:
         monkeypatch.setattr("multiprocessing.get_context", lambda *_: pytest.fail("it starts ranks"))
-    own = {"add_own": add_own} if module == "offload" else {}
-    of_a_stage = module in (*STAGES, "offload")
+    of_a_stage = module in (*STAGES, "offload", "zeropp")
+    own = {"add_own": importlib.import_module(f"{module}.__main__").add_own} if module in ("offload", "zeropp") else {}
     command = functools.partial(train.main, module, **own) if of_a_stage else importlib.import_module(module).main
     assert BAD_INPUT[module][options] in refused(capfd, command, shlex.split(options))
 
