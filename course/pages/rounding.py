@@ -33,19 +33,19 @@ PLACES = 2  # ranks of a node
 # ---- 10: steps, counted ------------------------------------------------------------------------------------------
 
 
-def make(switches, precision="bf16", optimizer=ADAMW):
-    """ZeRO++ over gpt-nano, on nodes of two ranks. As in the paper, every unit is gathered twice."""
+def make(switches, precision="bf16", optimizer=ADAMW, engine="zeropp"):
+    """ZeRO++, or hybrid sharding, over gpt-nano, on nodes of two ranks. As in the paper, every unit is gathered twice."""
     options = {"precision": precision, "ranks_per_node": PLACES, "keep_last": False, "init": models.initial_values(0)}
-    return find_engine("zeropp")(models.build("gpt-nano"), optimizer, **options, **switches)
+    return find_engine(engine)(models.build("gpt-nano"), optimizer, **options, **switches)
 
 
-def count(world, switches):
+def count(world, switches, engine="zeropp"):
     """Train three steps from one sample for each rank, and count the third: by then the order of units is known.
 
     {"numel": Ψ, "out", "inside": bytes that this rank sends to other nodes and within its own, "predicted": those to
     other nodes by the engine's table, "held": bytes of its model states}
     """
-    engine = make(switches)
+    engine = make(switches, engine=engine)
     for step in range(3):
         engine.comm.traffic.reset()
         train_step(engine, [batch(world, engine.module, step, world.size)])
