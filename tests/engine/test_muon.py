@@ -40,6 +40,12 @@ def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(worlds, one, loop, size
         assert before == measured["model_state_bytes"]
 
 
+def test_replicas_of_nodes_step_the_same_matrices(worlds):
+    for (norms, weights, _), (expected, theirs), _ in worlds(4).run(partial(trained, clip=0.5), "replicated:Pairs"):
+        assert norms == expected
+        assert same_bits(weights, theirs)
+
+
 def mixed(world, one, precision):
     """Weights of a training in 16-bit, by an engine and by stage 0."""
     return [by_engine(world, muon_engine(name, precision=precision), range(4)) for name in ("stage0_ddp", one)]
