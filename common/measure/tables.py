@@ -14,7 +14,7 @@ import rich.table
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 
-GAP = 3  # columns of the terminal between two of the table's
+GAP, TIGHT = 3, 1  # columns of the terminal between two of the table's; and if words do not fit otherwise
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ def show(table, console=None):
     If even that is wider than the terminal, the table keeps the width that it needs: rich would cut words.
     """
     console = console or Console()
-    widths = fit(list(zip(table.header, *table.rows, strict=True)), console.width)
-    console.width = max(console.width, needed(widths))
+    columns = list(zip(table.header, *table.rows, strict=True))
+    gap = GAP if needed(fit(columns, 0)) <= console.width else TIGHT
+    widths = fit(columns, console.width, gap)
+    console.width = max(console.width, needed(widths, gap))
     made = rich.table.Table(title=table.title, caption=table.caption, title_justify="left", caption_justify="left")
-    made.box, made.show_edge, made.pad_edge = SIMPLE_HEAVY, False, False
+    made.box, made.show_edge, made.pad_edge, made.padding = SIMPLE_HEAVY, False, False, (0, gap // 2)
     for number, (name, width) in enumerate(zip(table.header, widths, strict=True)):
         made.add_column(name, justify="left" if number in table.words else "right", width=width)
     for row in table.rows:
@@ -77,19 +79,19 @@ def _print(how, *what, **options):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def fit(columns, room):
+def fit(columns, room, gap=GAP):
     """The widths of columns, texts [columns][rows], that fit in `room`, but never less than the longest word."""
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in columns]
     longest = [max(map(len, " ".join(column).split()), default=0) for column in columns]
-    while needed(widths) > room and widths != longest:
+    while needed(widths, gap) > room and widths != longest:
         widest = max((width, number) for number, width in enumerate(widths) if width > longest[number])[1]
         widths[widest] -= 1
     return widths
 
 
-def needed(widths):
+def needed(widths, gap=GAP):
     """The width of a table of columns of such widths."""
-    return sum(widths) + GAP * (len(widths) - 1)
+    return sum(widths) + gap * (len(widths) - 1)
 
 
 def show_bytes(count):

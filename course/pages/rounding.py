@@ -34,7 +34,7 @@ PLACES = 2  # ranks of a node
 
 
 def make(switches, precision="bf16", optimizer=ADAMW, engine="zeropp"):
-    """ZeRO++, or hybrid sharding, over gpt-nano, on nodes of two ranks. As in the paper, every unit is gathered twice."""
+    """ZeRO++, or hybrid sharding, over gpt-nano, on nodes of two ranks. As in the paper, units are gathered twice."""
     options = {"precision": precision, "ranks_per_node": PLACES, "keep_last": False, "init": models.initial_values(0)}
     return find_engine(engine)(models.build("gpt-nano"), optimizer, **options, **switches)
 

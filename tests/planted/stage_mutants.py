@@ -55,7 +55,11 @@ globals().update((mutant.plant.__name__, mutant.plant) for mutant in MUTANTS)  #
 def padding_is_not_zeroed(engine):
     what_empty_may_hold = float("nan")
     return followed(
-        Bucket, "finalize", lambda bucket: bucket.local_gradients[bucket.numel :].fill_(what_empty_may_hold)
+        Bucket,
+        "finalize",
+        lambda bucket: bucket.local_gradients[max(slot.end for slot in bucket.slots.values()) :].fill_(
+            what_empty_may_hold
+        ),
     )
 
 
