@@ -74,6 +74,11 @@ def inside_backward():
     return graph_task() != -1
 
 
+def set_versions(tensors, versions):
+    """Set how often torch has counted a write to tensors. FSDP2 does so too; torch has no public way."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def past_subclasses(function):
     """Make a function treat tensor subclasses as plain tensors, in a tenth of the time."""
 

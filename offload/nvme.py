@@ -162,7 +162,7 @@ class InfinityEngine(stage3_param.Engine):
     def pin(self, unit):
         """Gather a unit and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
-            unit.found_whole = unit.whole
+            unit.found_whole, unit.found_shown = unit.whole, unit.shown
             self.unshard(unit, units.PrefetchOrder())
             self.disks.agree()
         unit.pins += 1

@@ -64,9 +64,7 @@ class Engine(EngineBase):
                 bucket.full_parameters = torch.empty(
                     bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device
                 )
-                # What a parameter is while its unit is gathered, and while it is not.
-                bucket.views = bucket.cut(bucket.full_parameters)
-                bucket.freed = units.FreedViews(bucket)
+                bucket.values = units.Values(bucket)
             unit.gathered = True
             self.free(unit)
         self.forward_prefetch, self.backward_prefetch = units.PrefetchOrder(), units.PrefetchOrder()
@@ -97,9 +95,8 @@ class Engine(EngineBase):
         order.visit(unit)
         self.gather(unit)
         for bucket in unit.buckets:
-            if bucket.wait_gather():
-                for name, parameter in bucket.members.items():
-                    parameter.data = bucket.views[name]
+            bucket.wait_gather()
+            bucket.values.show()
         self.prefetch(order)
 
     def prefetch(self, order):
@@ -107,34 +104,40 @@ class Engine(EngineBase):
         if order.ahead() is not None:
             self.gather(order.ahead())
 
+    def hide(self, unit):
+        """A unit has run: reading its weights is an error from here on, see `readers.Freed`, though they may stay."""
+        for bucket in unit.buckets if not unit.pins else ():
+            bucket.values.hide()
+
     def free(self, unit):
         """Free a unit's full parameters; its shards stay.
 
         Setting `parameter.data` alone would free nothing, because autograd holds views of the buffer. So the storage
-        itself shrinks to nothing, and those views are valid again once it is gathered. Reading the weights' values
-        until then is an error: see `units.Freed`.
+        itself shrinks to nothing. Those views are valid again once it is gathered; until then backward refuses them.
         """
-        if unit.pins or not unit.gathered:
+        if unit.pins or not (unit.gathered or unit.shown):
             return
         unit.gathered = False
         for bucket in unit.buckets:
             bucket.wait_gather()  # a prefetch that was not used
             bucket.full_parameters.untyped_storage().resize_(0)
-            for name, parameter in bucket.members.items():
-                parameter.data = bucket.freed.views[name]
-            bucket.freed.restore()
+            bucket.values.free()
 
     def pin(self, unit):
         """Gather a unit and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
-            unit.found_whole = unit.whole
+            unit.found_whole, unit.found_shown = unit.whole, unit.shown
         unit.pins += 1
         self.unshard(unit, units.PrefetchOrder())
 
     def unpin(self, unit):
-        """Undo a `pin`. A unit that was gathered before stays so: a backward may wait for it."""
+        """Undo a `pin`. A unit that was gathered before stays so: a backward may wait for it, or for its values."""
         unit.pins -= 1
-        if not unit.found_whole:
+        if unit.found_shown:
+            unit.gathered = unit.found_whole or unit.pins > 0
+        elif unit.found_whole:
+            self.hide(unit)
+        else:
             self.free(unit)
 
     # ---- forward ----------------------------------------------------------------------------------------------
@@ -163,6 +166,7 @@ class Engine(EngineBase):
         """
         if has_outputs or not self.grad_enabled:
             self.ended.append(unit)
+            self.hide(unit)
 
     def free_ended(self):
         """Free the units that ended, unless they run again."""
@@ -213,17 +217,8 @@ class Engine(EngineBase):
                 self.end_backward(other)
 
     def gradient_ready(self, bucket, name, parameter):
-        """Phase 4. Move a gradient that is ready into its unit's gradient buffer.
-
-        Raises:
-            RuntimeError: the parameter was used outside the forward of its unit.
-        """
+        """Phase 4. Move a gradient that is ready into its unit's gradient buffer."""
         gradient, parameter.grad = parameter.grad, None
-        if not bucket.unit.gathered:
-            raise RuntimeError(
-                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, and is freed by now: "
-                "call that module, or hold it by gathered() until backward ends"
-            )
         self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
 

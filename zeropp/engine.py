@@ -115,17 +115,19 @@ class Engine(stage3_param.Engine):
     def pin(self, unit):
         """Gather a unit unrounded and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
-            unit.found_whole = unit.whole
+            unit.found_whole, unit.found_shown = unit.whole, unit.shown
             self.free(unit)
         unit.pins += 1
         self.unshard(unit, units.PrefetchOrder())
 
     def unpin(self, unit):
         """Undo a `pin`. A unit that was gathered before is gathered as it was: a backward may wait for it."""
-        unit.pins -= 1
-        self.free(unit)
+        super().unpin(unit)
         if unit.found_whole and unit.pins == 0:
-            self.unshard(unit, units.PrefetchOrder())
+            self.free(unit)
+            self.gather(unit)
+            if unit.found_shown:
+                self.unshard(unit, units.PrefetchOrder())
 
     # ---- step -------------------------------------------------------------------------------------------------
 

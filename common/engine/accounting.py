@@ -145,7 +145,7 @@ class Accounting:
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # Not counted: the numbers that stand for freed weights.
-        freed = {storage_id(b.freed.numbers) for b in everything if b.freed is not None}
+        freed = {storage_id(b.values.numbers) for b in everything if b.values is not None}
         live = {
             "gathered units": [b.full_parameters for b in everything],
             **self.kept(),

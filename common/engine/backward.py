@@ -5,10 +5,13 @@ import contextlib
 from common.engine.mixed_precision import running_backward
 from common.engine.reentrant import mark_gradients_in_parts
 from common.errors import InputError
+from common.tensors import graph_nodes_made
 
 
 class Backward:
     """The part of `EngineBase` that concerns backward."""
+
+    nodes_used = 0  # the count of graph nodes when the last one ended
 
     def backward(self, loss, retain_graph=False):
         """Backpropagate a scalar loss and, unless under `no_sync`, reduce the gradients to their mean.
@@ -52,12 +55,15 @@ class Backward:
                 yield
             if self.sync_gradients:
                 self.finish_backward()
+        except RuntimeError as error:
+            self.guards.name_freed(error)
+            raise
         finally:
             # Later gradients come from another engine's backward: ranks may disagree on it, so they wait for step().
             self.reduce_grads = self.retains_graph = False
         self.accounting.backwards += 1
         self.accounting.reductions += self.sync_gradients
-        self._failed, self.unfinished = False, None
+        self._failed, self.unfinished, self.nodes_used = False, None, graph_nodes_made()
         self.in_checkpoints.clear()
 
     @contextlib.contextmanager

@@ -33,8 +33,7 @@ class Bucket(FlatRange):
         handle: the reduction in flight in this backward.
         gathering: the all-gather of parameters in flight.
         full_parameters, unit: in stage 3 the full run of parameters, which is not kept, and the unit it belongs to.
-        views, freed: what each parameter, by name, is while its unit is gathered; a `units.FreedViews` for while it is
-            freed.
+        values: a `units.Values`, in stage 3: whether its parameters can be read.
         storages: the `storage_id`s of its parameters.
         bits: `sum_of_bits` of parameters copied from masters elsewhere; None if that is not watched.
         filling: the engine's set of buckets that hold gradients and have not been finalized.
@@ -48,7 +47,7 @@ class Bucket(FlatRange):
         self.members = dict(named_parameters)  # name -> the model's own parameter
         self.optimizer_shards = []  # end to end; several if a placement table cuts the shard, none if it is frozen
         self.parameters = self.gradients = self.local_gradients = None
-        self.full_parameters = self.handle = self.gathering = self._unit = self.views = self.freed = None
+        self.full_parameters = self.handle = self.gathering = self._unit = self.values = None
         self.storages, self.strays, self.filling = set(), set(), set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
@@ -223,6 +222,11 @@ class Bucket(FlatRange):
         """Move a gradient to its slot in `local_gradients`. If `no_sync` left one there, add to it in fp32."""
         if gradient.layout is not torch.strided:
             raise InputError(f"{name!r} got a sparse gradient, and buckets are dense; leave sparse=True out")
+        if self.are_freed:
+            raise RuntimeError(
+                f"{name!r} was read outside the forward of {self.unit.name or 'the model'!r}, and is freed by now: "
+                "call that module, or hold it by gathered() until backward ends"
+            )
         if self.handle is not None:  # a second part of the gradient, after the bucket was reduced
             self.wait_reduce()
         self._set_means_aside()
@@ -280,13 +284,21 @@ class Bucket(FlatRange):
 
     def wait_gather(self):
         """Wait for the all-gather in flight. Returns whether there was one."""
-        if self.full_parameters is not None:
-            self.note_strays()
         if self.gathering is None:
             return False
         self.gathering.wait()
         self.gathering = None
         return True
+
+    @property
+    def are_freed(self):
+        """Whether its parameters have no values."""
+        return self.values is not None and self.values.versions is not None
+
+    @property
+    def versions(self):
+        """How often torch has counted a write to each parameter; that it is freed does not count."""
+        return self.values.versions if self.are_freed else [p._version for p in self.members.values()]
 
     def wait_reduce(self):
         """Wait for the reduction; add the mean to those of the step's earlier backwards.

@@ -5,6 +5,7 @@
 
 import functools
 import hashlib
+import re
 import types
 import weakref
 from collections import defaultdict
@@ -125,6 +126,18 @@ class Guards:
                 "load_state_dict() writes weights that this engine makes anew from those it keeps: write "
                 "engine.load_weights(state_dict), or load within `with engine.gathered(write=True):`"
             )
+
+    def name_freed(self, error):
+        """If a backward's error is that it needs a freed weight, raise one that names it."""
+        versions = {int(number) for number in re.findall(r"version (\d+)", str(error))}
+        for bucket in self._engine.buckets + self._engine.frozen:
+            marks = zip(bucket.members, bucket.values.marks, strict=True) if bucket.values and versions else ()
+            for name in (name for name, mark in marks if mark in versions):
+                raise RuntimeError(
+                    f"backward needs the values of {name!r}, which were read outside the forward of "
+                    f"{bucket.unit.name or 'the model'!r} and are freed by now: read them within engine.gathered(), "
+                    "after the forward, and let no other forward or backward come before this one"
+                ) from error
 
     def check_scales(self):
         """Refuse gradients with another loss scale than the engine's: they would be divided by the wrong one."""

@@ -40,7 +40,7 @@ class Reader:
 
     def before(self, module, args):
         unit, own = self.unit, bool(self.alone)  # `own`: the unit is pinned for this module, which calls itself
-        outside = not (unit.whole and (unit.depth or unit.pins > own or inside_backward()))
+        outside = not (unit.shown and (unit.depth or unit.pins > own or inside_backward()))
         if outside or own:
             read = [*module.parameters(), *tensors_in(args)] if outside and torch.is_grad_enabled() else ()
             if any(tensor.requires_grad for tensor in read):
@@ -68,7 +68,7 @@ class Reader:
             self.engine.unpin(self.unit)
 
     def before_state_dict(self, *_):
-        if not (self.unit.whole or self.engine.naming):
+        if not (self.unit.shown or self.engine.naming):
             raise RuntimeError(
                 f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
                 "module within engine.gathered()"
@@ -114,10 +114,10 @@ class Freed(nn.Parameter):
 
     Attributes:
         freed_name: its name.
-        freed_views: a weak reference to the `units.FreedViews` of its bucket; False for a view of a freed parameter.
+        freed_values: a weak reference to the `units.Values` of its bucket; False for a view of a freed parameter.
     """
 
-    freed_views = staticmethod(lambda: False)
+    freed_values = staticmethod(lambda: False)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -127,11 +127,12 @@ class Freed(nn.Parameter):
             name = function.__self__.__name__
         if not tells or name in VIEWS:
             freed = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, cls)]
-            owners = [tensor.freed_views() for tensor in freed]
+            owners = [tensor.freed_values() for tensor in freed]
             if None in owners:
                 raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
-            if all(views and views.move() for views in owners):
+            if all(values and values.move() for values in dict.fromkeys(owners)):
                 return function(*args, **kwargs)
+            freed = [tensor for tensor in freed if isinstance(tensor, cls)]  # the others' buckets have moved
         with torch._C.DisableTorchFunctionSubclass():
             if not tells:
                 raise InputError(
@@ -141,10 +142,16 @@ class Freed(nn.Parameter):
             result, freed = function(*args, **kwargs), args[0]
             if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
                 if not isinstance(args[1], cls):
-                    freed.__class__ = nn.Parameter
-                    for name in ("freed_name", "freed_views"):
-                        vars(freed).pop(name, None)
+                    become_readable(freed)
             elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
                 result = result.as_subclass(cls)
                 result.freed_name = freed.freed_name
         return result
+
+
+def become_readable(parameter):
+    """Make a `Freed` an nn.Parameter again."""
+    if isinstance(parameter, Freed):
+        parameter.__class__ = nn.Parameter
+        for name in ("freed_name", "freed_values"):
+            vars(parameter).pop(name, None)

@@ -6,6 +6,7 @@ This file finds out *that* a unit is about to run, forward or backward; the engi
 A module may ask for units of its own inside that of another: `gathered_apart`, see `make_units`.
 """
 
+import itertools
 import weakref
 from collections import Counter
 
@@ -15,8 +16,8 @@ from torch import nn
 from common.engine import layout
 from common.engine.hooks import Hook
 from common.engine.mixed_precision import running_backward
-from common.engine.readers import Freed, Reader, copy_weights
-from common.tensors import graph_task, inside_backward, tensors_in
+from common.engine.readers import Freed, Reader, become_readable, copy_weights
+from common.tensors import graph_task, inside_backward, past_subclasses, set_versions, tensors_in
 
 # A module is gathered with the root if its parameters are this fraction of the largest unit's, or less: holding them
 # costs less than a message of their own.
@@ -34,7 +35,8 @@ class Unit:
         apart: whether it lies in a module that is `gathered_apart`; it is freed when a checkpoint has recomputed it.
         buckets: one for each kind of parameter in it.
         gathered: whether its parameters are whole on this rank, or their all-gather is in flight.
-        pins: how many contexts hold it gathered; found_whole: whether the first of them found it whole.
+        pins: how many contexts hold it gathered; found_whole, found_shown: whether the first of them found it `whole`,
+            and `shown`, as it is again when the last of them is left.
         depth: how many of its forwards run now; more than one if a module calls itself.
         enclosing: the units that were running when it ran, including itself.
         forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
@@ -45,7 +47,7 @@ class Unit:
     def __init__(self, name, module, buckets, apart=False):
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = 0
-        self.gathered = self.open = self.found_whole = False
+        self.gathered = self.open = self.found_whole = self.found_shown = False
         self.forward_gathers = self.backward_gathers = 1
         self.enclosing = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
@@ -57,8 +59,13 @@ class Unit:
 
     @property
     def whole(self):
-        """Whether its parameters can be read."""
+        """Whether its buffer has its parameters."""
         return self.gathered and all(bucket.gathering is None for bucket in self.buckets)
+
+    @property
+    def shown(self):
+        """Whether its parameters can be read: it runs, is pinned, its backward is open, or a penalty's is to come."""
+        return all(bucket.values.shown for bucket in self.buckets)
 
     @property
     def trainable(self):
@@ -185,7 +192,7 @@ def watch(engine, units):
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
     for bucket in (bucket for unit in units for bucket in unit.buckets):
-        bucket.freed.engine = weakref.ref(engine)
+        bucket.values.engine = weakref.ref(engine)
     for path, module in engine._module.named_modules():
         for unit in dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False)):
             watches[unit].readers.append(Reader(engine, unit, path, module))
@@ -296,31 +303,65 @@ def _add_root(engine):
     return root
 
 
-class FreedViews:
-    """A bucket's parameters while they are freed: NaN in their shape, or zeros for integers.
+class Values:
+    """Whether the values of a bucket's parameters can be read: they are shown, hidden or freed.
 
-    One number stands for all elements of a parameter. A write to it reaches no other parameter, and is gone when the
-    bucket is freed again. Reading the values raises: see `Freed`.
+    Shown, a parameter is a view of the gathered run. Hidden it is too, but Python's reads of it raise: see `Freed`.
+    Freed it is NaN in its shape, or zeros for integers: one number for all of its elements, so that a write reaches no
+    other parameter, and is gone when the bucket is freed again.
+
+    Autograd refuses a saved tensor whose version, its count of writes, is another one by now. A parameter shares its
+    version with its views and detached copies. So a freed one has a version of its own, until its values are back.
 
     Attributes:
-        views: {name: tensor}.
-        numbers: the base of those views, one number for each parameter.
+        gathered, freed: {name: what the parameter is}.
+        numbers: the base of the latter, one number for each parameter.
+        shown: whether they are.
+        versions: those that belong to the values, which `WeightWrites.made` raises; None unless they are freed.
+        marks: those while they are freed, never used before: torch's error tells no more than these.
         engine: a weak reference to the engine, once it runs.
     """
 
-    engine = None
+    engine, shown, versions, marks = None, True, None, ()
+    _marks = itertools.cycle(range(2**31, 2**32))
 
     def __init__(self, bucket):
         self._bucket, self.numbers = weakref.ref(bucket), bucket.full_parameters.new_empty(len(bucket.slots))
-        shapes = zip(self.numbers, bucket.slots.values(), strict=True)
-        self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
+        self.gathered, slots = bucket.cut(bucket.full_parameters), bucket.slots.values()
+        self.freed = {slot.name: number.expand(slot.shape) for number, slot in zip(self.numbers, slots, strict=True)}
 
-    def restore(self):
-        """Undo any write to them; called whenever the bucket is freed."""
-        self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
-        for name, parameter in self._bucket().members.items():
+    def hide(self):
+        """A parameter that is read raises, or moves to the unit that reads it."""
+        for name, parameter in self._bucket().members.items() if self.shown else ():
             if type(parameter) is nn.Parameter:  # a user's subclass stays what it is
-                parameter.__class__, parameter.freed_name, parameter.freed_views = Freed, name, weakref.ref(self)
+                parameter.__class__, parameter.freed_name, parameter.freed_values = Freed, name, weakref.ref(self)
+        self.shown = False
+
+    @past_subclasses
+    def free(self):
+        """The gathered run is freed: hide the parameters from the graph, too."""
+        self.hide()
+        bucket = self._bucket()
+        if self.versions is None:
+            bucket.note_strays()
+            self.versions, self.marks = bucket.versions, [next(self._marks) for _ in bucket.members]
+            set_versions(bucket.members.values(), self.marks)
+            self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
+            for name, parameter in bucket.members.items():
+                parameter.data = self.freed[name]
+
+    @past_subclasses
+    def show(self):
+        """The run has been gathered, or is so still."""
+        bucket = self._bucket()
+        if not self.shown:
+            bucket.note_strays()
+            for name, parameter in bucket.members.items():
+                parameter.data = self.gathered[name]
+                become_readable(parameter)
+            if self.versions is not None:
+                set_versions(bucket.members.values(), self.versions)
+            self.shown, self.versions = True, None
 
     def move(self):
         """Move the bucket to the unit that reads its weights while its own does not run, as T5's head the embedding's.

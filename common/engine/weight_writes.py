@@ -18,7 +18,7 @@ import torch
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum, host_value, past_subclasses
+from common.tensors import checksum, graph_nodes_made, host_value, past_subclasses
 
 HOW = "write weights within `with engine.gathered(module, write=True):`"
 
@@ -39,17 +39,24 @@ class WeightWrites:
     def made(self, buckets):
         """The engine itself has changed buckets. Backward of an older graph raises, as without an engine."""
         self.changes += 1
-        torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.members.values()])
-        self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *bucket.masters))
+        for bucket in buckets:
+            if bucket.are_freed:
+                bucket.values.versions = [version + 1 for version in bucket.values.versions]
+            else:
+                torch.autograd.graph.increment_version(list(bucket.members.values()))
+        self.accept_all(buckets)
 
     @past_subclasses
     def accept(self, tensors):
-        """Accept the values that these parameters and master weights have now."""
+        """Accept the values that these parameters, which are not freed, and master weights have now."""
         self._versions.update((tensor, tensor._version) for tensor in tensors)
 
-    def accept_all(self):
-        """Accept all values."""
-        self.accept(tensor for bucket in self._buckets for tensor in (*bucket.members.values(), *bucket.masters))
+    @past_subclasses
+    def accept_all(self, buckets=None):
+        """Accept all values, of these buckets or of all."""
+        for bucket in self._buckets if buckets is None else buckets:
+            self._versions.update(zip(bucket.members.values(), bucket.versions, strict=True))
+            self.accept(bucket.masters)
 
     def counted(self, tensor):
         """Whether torch has counted a write since the values were accepted."""
@@ -65,8 +72,9 @@ class WeightWrites:
         In fp32 stages 0 to 2 keep full parameters, without master weights: writes to those last.
         """
         for bucket in self._buckets:
-            for name, parameter in bucket.members.items() if bucket.loses_writes else ():
-                if self.counted(parameter) and not self.is_open(parameter):
+            versions = zip(bucket.members.items(), bucket.versions, strict=True) if bucket.loses_writes else ()
+            for (name, parameter), version in versions:
+                if version != self._versions[parameter] and not self.is_open(parameter):
                     raise InputError(f"what was written to {name!r} would be lost; {HOW}")
             if any(map(self.counted, bucket.masters)):
                 raise InputError(
@@ -98,6 +106,9 @@ def gathered(engine, *modules, write=False):
     With `write`, a collective, they may be written: at the end each rank keeps its shard of them, in master weights
     and secondary shards too. Optimizer states stay.
 
+    If a graph is made here, of a penalty on weights say, their values stay until the next backward has used them, or
+    the next forward or step begins. What other ranks do is not asked: they gather as if there were no graph.
+
     Raises:
         InputError: weights were written in a context for reading, or not alike on all ranks.
     """
@@ -108,6 +119,7 @@ def gathered(engine, *modules, write=False):
     if write:
         engine.synchronize()
     with engine.unsharded(buckets), engine.buffers.apart():
+        nodes = graph_nodes_made()
         if write:
             with _kept(engine, members):
                 yield
@@ -117,6 +129,8 @@ def gathered(engine, *modules, write=False):
             yield
             unseen = changed(before) if changes == engine.weight_writes.changes else []
             _check_read_only(engine.weight_writes, members, unseen)
+        for unit in {b.unit for b in buckets} - {None} if graph_nodes_made() > max(nodes, engine.nodes_used) else ():
+            unit.found_shown = True
 
 
 def _check_read_only(writes, members, unseen):
@@ -127,8 +141,8 @@ def _check_read_only(writes, members, unseen):
         return
     for bucket, name, parameter in members:
         if bucket.unit is not None:  # free the unit, and the write with it; it is gathered again when it is needed
-            bucket.unit.found_whole = False
-            parameter.data = bucket.views[name]
+            bucket.unit.found_whole = bucket.unit.found_shown = False
+            parameter.data = bucket.values.gathered[name]
             bucket.strays.discard(name)
             writes.accept([parameter])
     raise InputError(f"{written[0]} was written within gathered(), which is for reading; {HOW}")

@@ -42,8 +42,8 @@ TAG = 0x40000000  # tags begin here: a user's own messages on the same group hav
 GRACE = 2.0  # seconds in which a peer that was waited for may report what it waits in
 CURE = "call the engine equally often on every rank, or evaluate and generate within engine.gathered()"
 PARTED_GRAPHS = (
-    "their graphs differ at the backward of that unit: each loss must depend on every forward that waits for it, and "
-    "reach every checkpoint that is around several units"
+    "their graphs differ at the backward of that unit: each loss must depend on every forward that waits for it, reach "
+    "every checkpoint that is around several units, and what one rank reads of another module's weights, all must read"
 )
 # torch renamed these two; 2.11 knows the names on the right only.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

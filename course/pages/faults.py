@@ -41,7 +41,7 @@ def b():
             if self.rank == TRUTHS["b"].rank and self.updates and self.grad_enabled:
                 for bucket in unit.buckets:
                     if place in bucket.members:
-                        bucket.members[place].data = bucket.freed.views[place]
+                        bucket.members[place].data = bucket.values.freed[place]
 
     return Engine
 

@@ -4,11 +4,13 @@ import contextlib
 import copy
 import functools
 import itertools
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from late_lanes import on_lane
+from reading import GATHERED, IN_FORWARD, IN_LOSS, SHARDED, USES, Model, Scene, outcome
 from torch import nn
 from training import (
     STAGES,
@@ -344,6 +346,54 @@ def average_of_weights(world, stage):
 def test_weights_are_averaged_alike_in_every_stage(world):
     first, *others = [average_of_weights(world, stage) for stage in STAGES]
     assert all(same_bits(first, other) for other in others)
+
+
+# ---- weights that the graph remembers, in all engines that free them ------------------------------------------------
+
+SETTINGS = [  # each part of a Scene; a case takes one of them
+    {"begins": 0, "precision": "bf16"},
+    {"begins": 1, "keep_last": False},
+    {"begins": 0, "keep_last": False, "forwards": 2, "backwards": 2},
+    {"begins": 1, "precision": "bf16", "backwards": 2},
+    {"begins": 2, "forwards": 2},
+]
+REFUSED = (*IN_LOSS, *GATHERED[1:4], GATHERED[-1], "of a view by a hook")  # or right, where no value is needed
+
+
+@pytest.mark.parametrize("setting", range(len(SETTINGS)))
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("place", IN_FORWARD + IN_LOSS + GATHERED)
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.one_in(100)
+def test_a_weight_is_read_as_in_stage_0_or_the_refusal_names_it(worlds, name, place, use, setting):
+    size = 4 if name == "replicated:Pairs" else 1 + setting % 3
+    (told,) = set(worlds(size).run(outcome, name, Scene(place, use, **SETTINGS[setting])))
+    may_be_refused = place in REFUSED or (place in GATHERED and SETTINGS[setting].get("forwards") == 2)
+    named = may_be_refused and re.match(r"[^\n]*'(blocks\.0\.mix|head)\.(weight|bias)'[^\n]*$", told)
+    assert told == "right" or (named and not told.startswith("wrong"))
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_penalty_in_gathered_keeps_its_weights_until_a_backward_has_used_them_or_the_next_forward(world, name):
+    made = small_engine(world, name, make=Model)
+
+    def held():
+        return [
+            unit.name for unit in made.units if any(b.full_parameters.untyped_storage().nbytes() for b in unit.buckets)
+        ]
+
+    step(made, inputs(world, 0))
+    with made.gathered(made.module.stem):
+        made.module.stem.weight.detach().norm()
+    assert held() == []
+    for use in (made.backward, lambda value: step(made, inputs(world, 1))):
+        value = loss(made(inputs(world, 1)))
+        kept = held()
+        with made.gathered(made.module.stem):
+            value = value + made.module.stem.weight.square().sum()
+        assert set(held()) == {*kept, "stem"}
+        use(value)
+        assert held() == []
 
 
 # ---- torch.func -----------------------------------------------------------------------------------------------------

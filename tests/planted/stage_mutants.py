@@ -8,6 +8,7 @@ import planting
 import stage_probes as probes
 from matrix import Cell
 from planting import followed, preceded, replaced
+from reading import Scene
 from torch import nn
 from training import STAGES
 
@@ -43,6 +44,8 @@ ACCOUNTS = functools.partial(probes.accounts, "gpt-tiny")
 ACCOUNTS_WITH_BUFFERS = functools.partial(probes.accounts, "resnet-tiny")
 SKIPS_INF = functools.partial(probes.skipped_without_a_trace, probes.OVERFLOW)
 SKIPS_NAN = functools.partial(probes.skipped_without_a_trace, float("nan"))
+READS_AT_ITS_END = functools.partial(probes.reads_as_in_stage_0, Scene("at its end", "penalty"))
+READS_A_VIEW = functools.partial(probes.reads_nothing_freed, Scene("of a view by a hook", "transposed", begins=1))
 SENDS_ALTERNATING_ONCE = functools.partial(probes.gradients_travel_once, "alternating")
 SENDS_TWO_FORWARDS_ONCE = functools.partial(probes.gradients_travel_once, "two forwards")
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from formulas import bytes_held
 from late_lanes import on_lane
 from planting import broken
+from reading import outcome
 from training import batch, inputs, make_engine, same_bits, small_engine, train_step
 from trap_models import CASES, WIDTH, Block, Counting, Tiny, loss, net, step
 
@@ -149,6 +150,17 @@ def old_graphs_do_not_go_backward(world, engine, folder):
     except RuntimeError:
         return []
     return broken(raises=False)
+
+
+def reads_as_in_stage_0(scene, world, engine, folder):
+    """A weight that is read at a place where it can be right is read as in stage 0."""
+    return broken(reads=outcome(world, engine, scene) == "right")
+
+
+def reads_nothing_freed(scene, world, engine, folder):
+    """A backward that needs a weight that is freed, or gathered and not yet there, raises."""
+    with on_lane("late", world.rank):
+        return broken(reads=not outcome(world, engine, scene).startswith("wrong"))
 
 
 def writes_to_freed_weights_are_lost(world, engine, folder):
