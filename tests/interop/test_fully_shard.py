@@ -194,7 +194,10 @@ def test_what_would_train_otherwise_is_refused_in_one_line_by_the_engine(world):
     weight.grad = torch.ones(16, 8, device=world.device)
     refused("None or replaced: drop all of them", optimizer.step)
     optimizer.zero_grad()
-    refused("'first.weight' got a gradient outside of the model's forward", (model(x).sum() + weight.sum()).backward)
+    loss = model(x).sum()
+    with engine_behind(model).gathered():
+        loss = loss + weight.sum()
+    refused("'first.weight' got a gradient outside of the model's forward", loss.backward)
     trained(model, optimizer)  # training continues
 
 
