@@ -39,7 +39,7 @@ class Pieces:
 
     def cut(self, name, whole, rank):
         if whole is self.last.weight:
-            return whole.chunk(self.ranks, dim=1)[rank]
+            return whole.chunk(self.ranks, dim=1)[rank].contiguous()  # strides choose the kernel
         blocks = whole.chunk(BLOCKS.get(name.split(".")[0], 1))
         return torch.cat([block.chunk(self.ranks)[rank] for block in blocks])
 
