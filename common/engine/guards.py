@@ -134,9 +134,9 @@ class Guards:
             marks = zip(bucket.members, bucket.values.marks, strict=True) if bucket.values and versions else ()
             for name in (name for name, mark in marks if mark in versions):
                 raise RuntimeError(
-                    f"backward needs the values of {name!r}, which were read outside the forward of "
-                    f"{bucket.unit.name or 'the model'!r} and are freed by now: read them within engine.gathered(), "
-                    "after the forward, and let no other forward or backward come before this one"
+                    f"backward needs the values of {name!r}, which are freed: they were read outside the forward "
+                    "of their module, or this is a second backward; read them within engine.gathered(), after the "
+                    "forward and right before this backward, or hold them so until it ends"
                 ) from error
 
     def check_scales(self):
