@@ -39,11 +39,11 @@ class WeightWrites:
     def made(self, buckets):
         """The engine itself has changed buckets. Backward of an older graph raises, as without an engine."""
         self.changes += 1
-        for bucket in buckets:
-            if bucket.are_freed:
-                bucket.values.versions = [version + 1 for version in bucket.values.versions]
-            else:
-                torch.autograd.graph.increment_version(list(bucket.members.values()))
+        freed = [bucket for bucket in buckets if bucket.are_freed]
+        for bucket in freed:
+            bucket.values.versions = [version + 1 for version in bucket.values.versions]
+        others = (bucket for bucket in buckets if bucket not in freed)
+        torch.autograd.graph.increment_version([p for bucket in others for p in bucket.members.values()])
         self.accept_all(buckets)
 
     @past_subclasses
@@ -56,7 +56,7 @@ class WeightWrites:
         """Accept all values, of these buckets or of all."""
         for bucket in self._buckets if buckets is None else buckets:
             self._versions.update(zip(bucket.members.values(), bucket.versions, strict=True))
-            self.accept(bucket.masters)
+            self._versions.update((master, master._version) for master in bucket.masters)
 
     def counted(self, tensor):
         """Whether torch has counted a write since the values were accepted."""
