@@ -1,7 +1,9 @@
 # make demo       compare all stages on one model and real text; writes demo.json,
 #                 .md and .png to results/local
-# make test       lint and the whole suite
-# make test-all   the suite with its exhaustive matrices
+# make test       lint and the suite: each property, on cases drawn anew for each
+#                 commit
+# make test-all   the suite with all cases, in hours
+# make test-cpus  what compares bits, on the processors that this one can pose as
 # make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
 #                 by the Python that has torch: PYTHON=python3. Up to four ranks
 #                 share a GPU if there are too few. One H100 has run parts of it
@@ -32,18 +34,23 @@
 # make help       print this
 #
 # PIP_ARGS goes to pip. By default it names constraints.txt, the versions that the
-# records were made with; PIP_ARGS= takes the newest. With GPUs the same commands
-# use them: one rank per GPU, and NCCL.
+# records were made with, and without an NVIDIA device torch's CPU wheels are taken
+# if they can be had; PIP_ARGS= takes the newest. With GPUs the same commands use
+# them: one rank per GPU, and NCCL.
 
 PYTHON ?= python3
+ifeq ($(origin PIP_ARGS),undefined)
+WITHOUT_GPU := $(shell ls /dev/nvidia* /dev/dxg > /dev/null 2>&1 || echo yes)
+endif
 PIP_ARGS ?= --constraint constraints.txt
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated words
 
-.PHONY: help demo notebooks site slides student infinity test test-gpu gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks site slides student infinity test test-gpu test-cpus record-seconds gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -68,9 +75,18 @@ student: $(INSTALLED)
 
 # Two processes at once, then what measures time. A failure in the first does not keep the second from running.
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+COUNTS := results/local/counts.json
 test: lint
-	$(BIN)/python -m pytest $(TWO) -m "not exhaustive and not alone"; first=$$?; \
-	$(BIN)/python -m pytest -m "not exhaustive and alone" && exit $$first
+	@rm -f $(COUNTS)
+	$(BIN)/python -m pytest $(TWO) -m "not exhaustive and not alone" --counts $(COUNTS); first=$$?; \
+	$(BIN)/python -m pytest -m "not exhaustive and alone" --counts $(COUNTS) && exit $$first
+
+# Processors as torch, MKL and oneDNN take them for, and one and two threads.
+CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2
+BITS := $(addprefix tests/,any_engine engine stages zeropp parallel offload checkpoint)
+test-cpus: $(CPUS:%=test-cpu-%)
+test-cpu-%: $(INSTALLED)
+	$* $(BIN)/python -m pytest $(TWO) $(BITS)
 
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
@@ -177,8 +193,13 @@ readme: $(INSTALLED)
 	$(BIN)/python -m lab.readme
 
 test-all: lint
-	$(BIN)/python -m pytest $(TWO) -m "not alone"; first=$$?; \
-	$(BIN)/python -m pytest -m "alone" && exit $$first
+	@rm -f $(COUNTS)
+	$(BIN)/python -m pytest --all $(TWO) -m "not alone" --counts $(COUNTS); first=$$?; \
+	$(BIN)/python -m pytest --all -m "alone" --counts $(COUNTS) && exit $$first
+
+# tests/seconds.json, by which `make test` draws cases.
+record-seconds: $(INSTALLED)
+	$(BIN)/python -m pytest $(TWO) -m "not alone" --record-seconds; $(BIN)/python -m pytest -m "alone" --record-seconds
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -187,6 +208,10 @@ lint: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
+	@if [ -n "$(WITHOUT_GPU)" ]; then \
+	    echo "No NVIDIA device here, so torch comes without CUDA; with it: make PIP_ARGS='$(PIP_ARGS)'"; \
+	    $(BIN)/python -m pip install --quiet --no-deps --retries 0 --timeout 15 $(PIP_ARGS) --index-url $(CPU_WHEELS) torch \
+	        > /dev/null 2>&1 || echo "Its CPU wheels cannot be had here, so the usual index is asked."; fi
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[tests]'
 	touch $@
 

@@ -1,36 +1,33 @@
 """Options, which tests run with each, fixtures, and the final summary."""
 
 import functools
+import json
 import os
 import pickle
-from collections import defaultdict
-from dataclasses import replace
+import re
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from browsing import chromium
-from matrix import CELLS, CROSSINGS, OPTIONS, QUICK, ZOO
-from places import LOCAL, RECORDS
-from sampling import sample
+from matrix import QUICK
+from places import LOCAL, RECORDS, ROOT
+from sampling import RECORD, by_property, known_seconds, recorded, sample, seconds_of
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
 from training import ALL, ENGINES, SEVEN, STAGES
-from trap_models import CASES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
 
 from common.engines import find_engine
 from common.errors import InputError
+from common.measure.hardware import commit, hardware
 from interop.formats.to_universal import RELEASE
 from interop.museum import installed
 
-# The files that take minutes go first, so that neither of two processes is left alone with one at the end.
-LONG = ("test_equivalence", "test_runs", "test_notebooks", "test_commands")
-
+BEGAN = time.monotonic()
+TRIED = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 MOST_ON_A_GPU = 4  # ranks that share one GPU: more take hours
-
-PRECISIONS_OF = defaultdict(list)  # a cell without its precision -> the precisions in which it is trained
-for trained in CELLS:
-    PRECISIONS_OF[replace(trained, precision="")].append(trained.precision)
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS may change the order of additions
@@ -83,6 +80,9 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="with --engine: one cell of each kind, in half a minute")
     parser.addoption("--late", action="store_true", help="with --engine: its collectives run as late as they may")
     parser.addoption("--scores", type=Path, default=LOCAL / "scores", help="where its score is written")
+    parser.addoption("--all", action="store_true", help="all cases of each test, not a sample of them")
+    parser.addoption("--record-seconds", action="store_true", help="write to tests/seconds.json how long cases took")
+    parser.addoption("--counts", type=Path, metavar="FILE", help="add this run to the counts there, and tell them")
     parser.addoption("--record", action="store_true", help="write what the pages show, results/, not results/local/")
 
 
@@ -136,27 +136,28 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --engine keep only tests of any engine, with --quick a sample of them.
+    """Draw the cases of a run, see `sampling`; with --engine keep only tests of any engine, with --quick some of them.
 
-    Offload is stage 2 or 3 in another place, so a sample suffices for it, and stages take turns at precisions; a
-    record and `make test-all` run everything.
+    Files that take long go first, so that neither of two processes is left alone with one at the end.
     """
-    sampled = not config.getoption("--record") and "not exhaustive" in config.option.markexpr
-    alone = config.getoption("--engine")
-    others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
-    others += [item for item in items if sampled and not alone and not in_turn(item)]
-    others += passed_by(items) if sampled else []
-    if gpus := torch.cuda.device_count():
-        others += [item for item in items if ranks_of(item) > max(MOST_ON_A_GPU, gpus) or is_late(item)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    kept = list(items)
     if config.getoption("--engine"):
-        chosen = [item for item in items if "engine" in item.fixturenames]
+        kept = [item for item in kept if "engine" in item.fixturenames]
         if config.getoption("--quick"):
-            chosen = [item for item in chosen if is_quick(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
-    items.sort(key=lambda item: item.path.stem not in LONG)
+            kept = [item for item in kept if is_quick(item)]
+    elif not (config.getoption("--all") or config.getoption("--record")):
+        seed, known = commit().removesuffix("-dirty"), known_seconds()
+        drawn = {case for cases in by_property(kept).values() for case in sample(cases, seed, known)}
+        kept = [item for item in kept if item in drawn]
+        files = Counter()
+        for item in kept:
+            files[item.path] += seconds_of(item, known)
+        kept.sort(key=lambda item: (-files[item.path], item.path))
+    if gpus := torch.cuda.device_count():
+        kept = [item for item in kept if ranks_of(item) <= max(MOST_ON_A_GPU, gpus) and not is_late(item)]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
 
 
 def is_late(item):
@@ -170,40 +171,6 @@ def ranks_of(item):
     cell = given.get("cell", given.get("crossing"))
     sizes = [getattr(cell, "world_size", 1), *(given.get(name) for name in ("world", "size", "world_size"))]
     return max(size for size in sizes if isinstance(size, int))
-
-
-def passed_by(items):
-    """The cases that `make test` leaves out of tests marked `one_in(n)`."""
-    cases, left_out = defaultdict(list), []
-    for item in items:
-        if (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("exhaustive"):
-            cases[item.path, item.originalname, mark.args[0]].append(item)
-    for (_, _, n), found in cases.items():
-        chosen = sample(found, n)
-        left_out += [item for item in found if item not in chosen]
-    return left_out
-
-
-def is_of_offload(item):
-    """Whether a test is a cell of the matrix that an engine of offload trains."""
-    how = item.callspec.params if hasattr(item, "callspec") else {}
-    return "cell" in how and how.get("engine") in ENGINES[len(STAGES) :]
-
-
-def in_turn(item):
-    """Whether an engine trains a cell: one engine takes each crossing, two stages in turn each cell, in one precision.
-
-    So each model meets each size and each option; the stage after next takes the next precision.
-    """
-    how = item.callspec.params if hasattr(item, "callspec") else {}
-    if "crossing" in how:
-        return CROSSINGS.index(how["crossing"]) % len(SEVEN) == SEVEN.index(how["engine"])
-    cell, stage = how.get("cell"), how.get("engine")
-    if cell is None or stage not in STAGES or cell.world_size > 4:
-        return True
-    turn = STAGES.index(stage) + cell.world_size + [*ZOO, *CASES].index(cell.model) + [*OPTIONS].index(cell.option)
-    alike = PRECISIONS_OF.get(replace(cell, precision=""), [cell.precision])
-    return turn % 2 == 0 and cell.precision == alike[turn // 2 % len(alike)]
 
 
 def is_quick(item):
@@ -258,8 +225,8 @@ def pytest_sessionfinish(session):
 def pytest_testnodedown(node):
     """Take over what a worker process recorded. The tests of a file run in one worker."""
     found = getattr(node, "workeroutput", {}).get("recorded")
-    for recorder, recorded in zip(RECORDERS, pickle.loads(found), strict=True) if found else ():
-        recorder.take_over(recorded)
+    for recorder, cells in zip(RECORDERS, pickle.loads(found), strict=True) if found else ():
+        recorder.take_over(cells)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
@@ -272,6 +239,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         summarize(terminalreporter, engine, whole, exitstatus)
         terminalreporter.write_line(f"What its ranks printed went to {log_of(engine)}.")
         return
+    if config.getoption("--record-seconds"):
+        record_seconds(terminalreporter)
     folder = RECORDS if config.getoption("--record") else LOCAL
     folder.mkdir(exist_ok=True)
     tables = {"equivalence": EQUIVALENCE.close(folder), "memory reduction": REDUCTION.close(folder)}
@@ -281,3 +250,31 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         if made is not None:
             terminalreporter.section(name)
             terminalreporter.write(as_text(made))
+    if file := config.getoption("--counts"):
+        terminalreporter.write_line(told(terminalreporter, file))
+
+
+def record_seconds(reporter):
+    """Write how long the cases took, beside those that did not run."""
+    seconds = Counter()
+    for report in (one for found in reporter.stats.values() for one in found if hasattr(one, "duration")):
+        seconds[report.nodeid] += report.duration
+    RECORD.write_text(json.dumps(dict(sorted((known_seconds() | recorded(seconds)).items())), indent=0) + "\n")
+
+
+def told(reporter, file):
+    """The last line of `make test`: what ran how long, on what, and what to post if it failed."""
+    counts = Counter(json.loads(file.read_text()) if file.exists() else {})
+    counts.update({what: len(reporter.stats.get(what, ())) for what in ("passed", "skipped", "failed", "error")})
+    counts["seconds"] += round(time.monotonic() - BEGAN)
+    file.write_text(json.dumps(counts))
+    failed = counts["failed"] + counts["error"]
+    machine = f"{hardware(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}"
+    line = f"{counts['passed']:,} tests passed, {failed} failed, {counts['skipped']} skipped in "
+    line += f"{counts['seconds'] / 60:.0f} min, at {commit() or 'no commit'}, on {machine}."
+    if failed:
+        line += " To report it, post the lines that begin with FAILED or ERROR, and this one."
+    tried, here = (tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (TRIED, torch.__version__))
+    if here > tried:
+        line += f" torch {torch.__version__} is newer than {TRIED}, the newest that was tried."
+    return line

@@ -148,7 +148,6 @@ def test_what_a_step_sends_is_predicted_when_several_forwards_precede_their_back
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.one_in(3)
 def test_bytes_held_follow_the_papers_formula(worlds, score, memory_reduction, size, engine, precision):
     formula = formula_of(engine, "bytes_held", size, precision)
     ranks = claimed(worlds(size).run(functools.partial(holds, precision=precision), engine))
@@ -163,7 +162,6 @@ def test_bytes_held_follow_the_papers_formula(worlds, score, memory_reduction, s
 @pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="counts the TCP sockets of gloo")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.one_in(3)
 def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine, precision):
     formula = formula_of(engine, "bytes_sent", size, precision)
     sent = claimed(worlds(size).run(functools.partial(sends, precision=precision), engine))

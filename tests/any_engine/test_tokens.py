@@ -45,7 +45,6 @@ def one_process(cell):
 
 @pytest.mark.seven
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.one_in(2)
 def test_ranks_with_unequal_numbers_of_tokens_end_as_one_process_does_over_all_of_them(worlds, size, engine):
     cell = Cell("gpt-tiny", "fp32", size, OPTION, "SGD with momentum")
     right, wrong = one_process(cell)

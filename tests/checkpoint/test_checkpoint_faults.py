@@ -137,7 +137,6 @@ def save_watched(size, rank, folder, paths, *options):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="strace stops a GPU's driver, too")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="kills by strace, which is not installed")
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.one_in(2)
 def test_a_rank_killed_before_any_change_of_the_disk_leaves_the_old_or_the_new(worlds, tmp_path, size, rank):
     old, peace, trace = tmp_path / "old", tmp_path / "peace", tmp_path / "trace"
     assert worlds(size).run(save_or_complain, old, 1) == [None] * size

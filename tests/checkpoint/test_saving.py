@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from machine import PATIENCE
 from safetensors.torch import save_file
 from training import batch, make_engine, message_of, same_bits, train_step
 
@@ -53,7 +54,7 @@ def save_where_ranks_know_other_groups(world, path):
 
 
 def test_ranks_that_know_unequally_many_groups_save_together(tmp_path):
-    with LocalWorld(3, oversubscribe=True, timeout=20) as world:  # a world's first save makes its group
+    with LocalWorld(3, oversubscribe=True, timeout=PATIENCE) as world:  # a world's first save makes its group
         world.run(save_where_ranks_know_other_groups, tmp_path)
 
 

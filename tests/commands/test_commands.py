@@ -68,7 +68,6 @@ def test_what_was_not_measured_is_null(tmp_path):
 
 
 @pytest.mark.parametrize("how", [("--precision", "bf16"), ("--precision", "fp16"), ("--no-sync",)])
-@pytest.mark.one_in(3)
 def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, how):
     options = ("--nproc", 2, "--model", "gpt-tiny", "--steps", 2, "--engines", "stage0_ddp,stage2_grad")
     more = ("--checkpoint-activations", "--accumulate", 3, *how)

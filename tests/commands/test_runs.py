@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from commands import result, run, wait_for
-from machine import needs_two_nodes, power_cut
+from machine import PATIENCE, needs_two_nodes, power_cut
 from places import ROOT
 from training import ENGINES, message_of
 
@@ -84,7 +84,7 @@ def test_a_stopped_run_saves_says_where_and_resumes_to_the_same_bits(tmp_path, u
     options = ("--nproc", 2, "--steps", 150)
     with begun(folder, "stage2_grad", *options) as run:
         (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)  # Ctrl-C reaches a terminal's whole group
-        said, complaints = run.communicate(timeout=60)
+        said, complaints = run.communicate(timeout=PATIENCE)
     step = max(runs.complete(folder))
     assert (run.returncode, complaints) == (0, "")
     assert said == f"stopped after step {step}, as asked: --resume goes on from {folder}/step-{step:08}\n"
@@ -98,7 +98,7 @@ def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
     torchrun = ("--nproc-per-node", "2", "--max-restarts", "2")
     with begun(folder, "stage3_param", "--steps", 150, "--resume", "--json", path, torchrun=torchrun) as run:
         os.kill(ranks_of(run)[-1], signal.SIGKILL)
-        said, _ = run.communicate(timeout=120)
+        said, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0
     assert said.count("goes on from") == 1
     assert result(path) == undisturbed(2, 150)
@@ -115,7 +115,7 @@ def nodes(capfd):
 
 
 def across(nodes, engine, *options):
-    nodes.run(engine, *TRAINING, *map(str, options), timeout=120)
+    nodes.run(engine, *TRAINING, *map(str, options), timeout=PATIENCE)
 
 
 @needs_two_nodes

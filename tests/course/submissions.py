@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.ranks.world import LocalWorld
-from course.exercises import ALL, EXERCISES
+from course.exercises import ALL
 from course.parts import Part, methods_of, place, waiting
 
 EXERCISE = {exercise.path.stem: exercise for exercise in ALL}
@@ -22,7 +22,6 @@ class Submission:
         parts: {method: its lines}; or {"file": the whole text}, {"below": text below the engine's}.
         hears: a pattern of what the answer says.
         points: what it gets; None if that is not asked.
-        typical: it runs by default; the others only in `make test-all`.
     """
 
     stem: str
@@ -31,7 +30,6 @@ class Submission:
     parts: dict = field(default_factory=dict)
     hears: str = ""
     points: int | None = None
-    typical: bool = True
 
     def __str__(self):
         return f"{self.stem.replace('stage', 'stage ')}, {self.name}"
@@ -68,8 +66,7 @@ def read():
     for stem, ideas in exercises.items():
         for idea, named in ideas.items():
             for name, parts in named.items():
-                told = {key: parts.pop(key) for key in ("hears", "points", "typical") if key in parts}
-                told.setdefault("typical", EXERCISE[stem] in EXERCISES)
+                told = {key: parts.pop(key) for key in ("hears", "points") if key in parts}
                 yield Submission(stem, "" if idea == "right" else idea, name, parts, **told)
 
 

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from machine import PATIENCE
 
 from common.ranks.world import RankFailed
 from course.pages import notebook
@@ -29,7 +30,7 @@ def pages(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks():
-    two = Ranks(2, timeout=20)
+    two = Ranks(2, timeout=PATIENCE)
     yield two
     two.close()
 

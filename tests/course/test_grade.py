@@ -213,13 +213,7 @@ def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
     assert (status, time.monotonic() - began < 20) == (1, True)
 
 
-def when(submission):
-    """A submission's parameters; one that is not typical runs only in `make test-all`."""
-    marks = [] if submission.typical else [pytest.mark.exhaustive]
-    return pytest.param(submission, marks=marks, id=str(submission))
-
-
-@pytest.mark.parametrize("submission", map(when, SUBMISSIONS))
+@pytest.mark.parametrize("submission", SUBMISSIONS, ids=str)
 def test_a_submission_gets_the_answer_that_names_its_idea(worlds, references, tmp_path, submission):
     key, parts = submission.exercise.key, submission.exercise.parts
     attempt = Attempt(within(worlds), submission.exercise, submission.write(tmp_path), references[key], tmp_path)
@@ -232,7 +226,6 @@ def test_a_submission_gets_the_answer_that_names_its_idea(worlds, references, tm
         assert sum(part.points for part in parts if not found[part][1]) == submission.points, found
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("submission", [one for one in SUBMISSIONS if one.stem == "zeropp" and not one.idea], ids=str)
 def test_a_right_quantizer_is_right_as_a_part(worlds, references, tmp_path, submission):
     attempt = Attempt(within(worlds), ZEROPP, submission.write(tmp_path), references[ZEROPP.key], tmp_path)

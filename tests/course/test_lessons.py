@@ -366,7 +366,6 @@ def opened(browser, pages):
 
 @PAIRS
 @pytest.mark.parametrize("screen", SCREENS)
-@pytest.mark.one_in(3)
 def test_a_page_fits_its_screen_in_letters_that_can_be_read(opened, pair, screen):
     page = opened(file_of(pair), screen)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -392,7 +391,6 @@ def test_light_and_dark_by_the_system_and_by_the_button(opened):
 
 
 @PAIRS
-@pytest.mark.one_in(3)
 def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
     page = opened(file_of(pair))
     for side, name in zip(("before", "after"), pair, strict=True):

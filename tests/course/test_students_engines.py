@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE
 from notebook_runs import NOTEBOOKS, read
 
 from course.pages.building import check, open_lines
@@ -29,7 +30,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def ranks():
-    ranks = Ranks(2, timeout=60)
+    ranks = Ranks(2, timeout=PATIENCE)
     yield ranks
     ranks.close()
 
@@ -103,7 +104,7 @@ def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, l
 
 def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
     """The order shows from 3 ranks on."""
-    three = Ranks(3, timeout=60)
+    three = Ranks(3, timeout=PATIENCE)
     lines = {1: "return sum(reversed(received.chunk(dist.get_world_size()))) / dist.get_world_size()"}
     make, parts = build(ONE, three, solutions(ONE) | lines)
     assert not check(three, make, ONE, *parts)

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from machine import PATIENCE
 from places import ROOT
 from training import ALL, STAGES, inputs, small_engine
 from trap_models import Net, step
@@ -28,7 +29,9 @@ EVERY = tuple(f"{stage}:{end}" for stage in STAGES for end in ENDS)
 def test_a_program_ends_cleanly_whatever_it_called_last(tmp_path, programs):
     command = [sys.executable, "tests/programs/programs_that_end.py", tmp_path, *programs]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     codes = json.loads(ended.stdout)
     assert codes == {program: [0, 0] for program in programs}
     assert "terminate" not in ended.stderr

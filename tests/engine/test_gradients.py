@@ -50,7 +50,6 @@ def read_and_written(world, engine, precision, how):
     ("world", "how"), [(1, "accumulated"), (3, "accumulated"), *((2, how) for how in HOW)], indirect=["world"]
 )
 @pytest.mark.seven
-@pytest.mark.one_in(3)
 def test_gradients_are_read_and_written_alike_in_all_engines(world, engine, how, precision):
     (read, weights), (expected, expected_weights) = (
         read_and_written(world, name, precision, how) for name in (engine, "stage0_ddp")

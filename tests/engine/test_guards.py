@@ -248,7 +248,6 @@ def test_weights_and_states_written_between_steps_are_kept_or_refused(world, eng
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("other", [None, "stage1_os"])
 @pytest.mark.seven
-@pytest.mark.one_in(2)
 def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, engine, other):
     """A copy of the model goes on like the original, and one with another block trains from there."""
     precision = ("fp16", "bf16", "fp32")[world.size - 1]
@@ -844,7 +843,6 @@ def in_another_order(world, make):
 @pytest.mark.parametrize("loop", [gan, in_parts, of_one_graph, in_another_order])
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
-@pytest.mark.one_in(3)
 def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(world, engine, loop):
     ended = loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))
     assert all(map(same_bits, ended, loop(world, functools.partial(Plain, engine=None))))

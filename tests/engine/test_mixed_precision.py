@@ -63,7 +63,6 @@ def test_the_scale_rises_and_sinks(overflows, scale):
 @pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30])
 @pytest.mark.parametrize("ranks", POISONED)
 @pytest.mark.ranks(3)
-@pytest.mark.one_in(2)
 def test_an_overflow_on_any_rank_skips_the_step_on_all_and_changes_nothing(world, stage, ranks, poison):
     engine = make_engine(stage, precision="fp16", clip_norm=1.0)
     engine.loss_scaler = LossScaler(scale=2.0**8, hysteresis=1)
@@ -93,7 +92,6 @@ SKIPS = {  # the factor of rank 1's loss in the skipped step, and the options th
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", SKIPS)
 @pytest.mark.seven
-@pytest.mark.one_in(3)
 def test_a_step_whose_norm_is_not_finite_or_too_large_is_skipped_by_all_ranks(world, engine, case, precision):
     """As if there had been no such backward."""
     poison, options = SKIPS[case]
@@ -228,7 +226,6 @@ def test_under_no_sync_a_step_sends_and_keeps_what_one_backward_does(world, stag
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.one_in(3)
 def test_bytes_held_while_accumulating_follow_the_papers_formula(world, stage):
     engine = accumulated(world, stage, "bf16", "gpt-nano", 3)
     parameters = sum(p.numel() for p in models.build("gpt-nano").parameters())

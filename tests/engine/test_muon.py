@@ -25,7 +25,6 @@ def trained(world, one, clip=None, **loop):
     return by_engine(world, made, range(3), **loop), by_torch(world, range(3), clip=clip, **loop), before
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("one", TAKERS)

@@ -173,7 +173,6 @@ def shown(made):
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.one_in(3)
 def test_a_write_that_fails_or_differs_between_ranks_leaves_weights_as_they_were(world, name, precision, failure):
     made, undisturbed = (small_engine(world, name, precision=precision, make=Tied) for _ in range(2))
     for one in (made, undisturbed):

@@ -134,7 +134,7 @@ REFUSED = {
     "fp16": (prepared, {"mixed_precision": "fp16"}, "fp16"),
     "two precisions": (prepared, {"mixed_precision": "bf16", "engine_options": {"precision": "bf16"}}, "choose one"),
     "a model alone": (lambda a: a.prepare(nn.Linear(2, 2)), {}, "with its one optimizer"),
-    "two models": (lambda a: (prepared(a), prepared(a)), {}, "and once"),
+    "two models": (lambda a: (prepared(a), prepared(a)), {}, "call free_memory"),
     "prepare_model": (lambda a: a.prepare_model(nn.Linear(2, 2)), {}, "^prepare_model: .* its one optimizer"),
     "prepare_optimizer": (lambda a: a.prepare_optimizer(adamw(nn.Linear(2, 2))), {}, "^prepare_optimizer: "),
     "an optimizer that has stepped": (stepped, {}, "has states already"),

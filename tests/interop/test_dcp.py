@@ -24,9 +24,6 @@ from lab.compare import relative_difference
 
 MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups and an empty parameter
 
-QUICKLY = ["stage2_grad", "stage3_param"]  # resumed by FSDP2 in a second each
-OTHERS = [stage for stage in SEVEN if stage not in QUICKLY]
-
 
 # ---- there ------------------------------------------------------------------------------------------------------
 
@@ -71,7 +68,7 @@ def store(state, folder):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("stage", ["stage3_param", pytest.param("stage1_os", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stage", ["stage3_param", "stage1_os"])
 def test_a_plain_script_goes_on_to_the_same_bits(worlds, tmp_path, stage, model):
     loss, weights = worlds(1).run(saved, stage, model, "fp32", tmp_path / "own")[0]
     export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
@@ -85,7 +82,7 @@ def test_a_plain_script_goes_on_to_the_same_bits(worlds, tmp_path, stage, model)
     assert same_bits(module.state_dict(), weights)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_names_are_those_that_torch_gives_a_checkpoint(worlds, tmp_path, model, precision):
     worlds(3).run(saved, "stage2_grad", model, precision, tmp_path / "own")
@@ -136,7 +133,7 @@ def there_and_back(worlds, folder, stage, model, precision, sizes):
     return [[(fmean(loss for loss, *_ in one), one[0][1]) for one in pair] for pair in steps]
 
 
-@pytest.mark.parametrize("stage", QUICKLY + [pytest.param(stage, marks=pytest.mark.exhaustive) for stage in OTHERS])
+@pytest.mark.parametrize("stage", SEVEN)
 def test_fsdp2_goes_on_from_every_engine_at_another_world_size_and_it_from_fsdp2(worlds, tmp_path, stage):
     sizes = {"stage0_ddp": (2, 1, 3), "stage3_param": (3, 2, 1)}.get(stage, (1, 2, 2))
     for (one, ours), (other, theirs) in there_and_back(worlds, tmp_path, stage, "gpt-tiny", "fp32", sizes):

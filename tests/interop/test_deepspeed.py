@@ -114,9 +114,7 @@ def test_stage_3_has_a_model_built_in_parts_and_weights_that_one_rank_writes(wor
         assert numbers(said)[-1] < numbers(said)[0]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "stage2_grad" else pytest.mark.exhaustive) for n in ZERO]
-)
+@pytest.mark.parametrize("name", ZERO)
 def test_a_run_goes_on_to_the_same_losses(worlds, tmp_path, name):
     config = {**WARMED, "zero_optimization": ZERO[name], "gradient_clipping": 1.0}
     whole = run(worlds, tmp_path, "resuming", config, tmp_path / "whole", 6)

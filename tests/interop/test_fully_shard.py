@@ -225,7 +225,7 @@ def test_gradients_are_dropped_as_scripts_drop_them_and_add_up_over_forwards(wor
     assert norms[3:] == pytest.approx(norms[:2])
 
 
-@pytest.mark.ranks(1, 2, pytest.param(3, marks=pytest.mark.exhaustive))
+@pytest.mark.ranks(1, 2, 3)
 def test_a_gan_ends_as_under_ddp_whether_its_optimizers_or_models_drop_gradients(world):
     told = []
     for how in ("DDP", "optimizer", "model"):

@@ -116,7 +116,6 @@ def small_simulations(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.one_in(2)
 def test_predictions_lie_on_a_line_and_cost_per_parameter_what_the_paper_says(precision, small_simulations):
     lines = {stage: capacity.predict(stage, precision, world_size=4) for stage in STAGES}
     for stage, line in lines.items():

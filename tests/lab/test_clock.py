@@ -98,7 +98,6 @@ SLOW = replace(PRESETS["h100-80g"], inside=5e8, between=5e8)
 
 
 @pytest.mark.parametrize("name", ["stage3_param", "zeropp", "offload", "offload.nvme"])
-@pytest.mark.one_in(3)
 def test_a_slow_link_is_exposed_and_bounds_the_step(name):
     made = {}
     for link, hardware in (("fast", PRESETS["h100-80g"]), ("slow", SLOW)):

@@ -48,7 +48,6 @@ def counted(way, model, job, per_node):
     [*((way, 8) for way in (*WAYS, *WITHOUT)), (PLUS, 16)],
     ids=lambda value: getattr(value, "title", value),
 )
-@pytest.mark.one_in(12)
 def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way, per_node, accumulate):
     job = Job(16, per_node=per_node, batch=4, accumulate=accumulate)
     row = Rank(shapes.of_model("gpt-124m"), H100, job).row(way)
@@ -67,7 +66,6 @@ def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way, per_node
 
 @pytest.mark.parametrize("sequence", [64, 256])
 @pytest.mark.parametrize("way", WAYS[:5], ids=lambda way: way.title)
-@pytest.mark.one_in(4)
 def test_the_embeddings_gradient_is_the_peak_where_samples_are_short(way, sequence):
     job = Job(16, sequence=sequence)
     row, counts = Rank(shapes.of_model("gpt-124m"), H100, job).row(way), counted(way, "gpt-124m", job, 8)
@@ -80,7 +78,6 @@ def test_the_embeddings_gradient_is_the_peak_where_samples_are_short(way, sequen
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
 @pytest.mark.parametrize("model", [model for model in models.SIZES if model != "mlp"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.one_in(96)
 def test_a_peak_is_within_a_tenth_of_the_simulated_one(model, way, width, checkpoints, accumulate):
     job = Job(4 if model in TINY else 16, width=width, batch=2, checkpoints=checkpoints, accumulate=accumulate)
     row = Rank(shapes.of_model(model), H100, job).row(way)
@@ -97,7 +94,6 @@ def test_two_micro_batches_add_up_in_fp32_bucket_by_bucket(way):
 
 @pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
-@pytest.mark.one_in(4)
 def test_a_model_of_ones_own_is_planned_by_a_run_without_values(way, model):
     name, job = f"test_simulate:{model}", Job(2, sequence=64, batch=4)
     setting = Setting(find_engine(way.engine), name, 2, precision="bf16", batch=4, sequence=64, own=dict(way.own))

@@ -36,7 +36,6 @@ COUNTS += ("disk_bytes_per_step", "host_state_bytes", "disk_state_bytes")
 
 
 @pytest.mark.parametrize(("stage", "precision", "model"), CASES)
-@pytest.mark.one_in(3)
 def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision, model):
     accumulated = precision != "fp32"
     how = {"ranks_per_node": NODE, "precision": precision, "bucket_mb": 8.0, "accumulate": 1 + accumulated}
@@ -60,13 +59,8 @@ def measured(world, engine, options):
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 @pytest.mark.parametrize(
     ("size", "model", "precision"),
-    [
-        pytest.param(1, "gpt-tiny", "fp32", marks=pytest.mark.exhaustive),
-        (2, "moe-nano", "bf16"),
-        pytest.param(3, "llama-nano", "fp32", marks=pytest.mark.exhaustive),
-    ],
+    [(1, "gpt-tiny", "fp32"), (2, "moe-nano", "bf16"), (3, "llama-nano", "fp32")],
 )
-@pytest.mark.one_in(3)
 def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, size, model, precision):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -92,7 +86,6 @@ def test_a_disks_buffers_are_the_hosts_where_that_is_another_memory(backend):
 
 @pytest.mark.parametrize("checkpoints", ["non-reentrant", None])
 @pytest.mark.parametrize("name", [*SEVEN, "zeropp"])
-@pytest.mark.one_in(3)
 def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name, checkpoints):
     setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations=checkpoints)
     with simulated_world(4):

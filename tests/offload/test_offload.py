@@ -45,7 +45,6 @@ def ends(world, engine, cell):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.ranks(3)
-@pytest.mark.one_in(5)
 def test_every_ratio_ends_with_the_bits_of_stage_2(world, option, precision):
     cell = Cell("gpt-tiny", precision, 3, option)
     expected = ends(world, "stage2_grad", cell)
@@ -56,7 +55,6 @@ def test_every_ratio_ends_with_the_bits_of_stage_2(world, option, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("option", [*OPTIONS, "evaluated between steps"])
 @pytest.mark.ranks(1, 2)
-@pytest.mark.one_in(2)
 def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(world, option, precision):
     cell = Cell("gpt-tiny", precision, world.size, option)
     expected = ends(world, "offloaded:DelayedLoop", cell)

@@ -244,7 +244,6 @@ def gathered(world, *net, keep_last):
 
 @pytest.mark.parametrize("keep_last", [True, False])
 @pytest.mark.parametrize("how", [None, *CHECKPOINTS])
-@pytest.mark.one_in(3)
 def test_two_tiles_are_gathered_at_the_peak_and_three_within_a_checkpoint(world, how, keep_last):
     peak, sizes, kept = gathered(world, TILES, how, keep_last=keep_last)
     tile = sizes["blocks.0.up.tiles.0"]

@@ -55,7 +55,6 @@ def trained(world, folder, name, data, model, precision, micro_batches, clip, ch
 
 
 @pytest.mark.parametrize("levels", CROSSINGS, ids=lambda row: ", ".join(map(str, row)))
-@pytest.mark.one_in(5)
 def test_an_engine_on_two_axes_has_the_bits_of_stage_0(worlds, tmp_path, levels):
     one, data, *others = levels
     world = worlds(2 * data)

@@ -19,7 +19,6 @@ LAYOUTS = [(1, 2, 2), (2, 2, 1), (2, 1, 2)]  # data x tensor x pipeline
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("one", ("stage1_os", "stage3_param"))
-@pytest.mark.one_in(3)
 def test_a_simulated_rank_of_several_axes_counts_what_a_real_one_does(worlds, one, layout):
     data, tensor, pipeline = layout
     micro_batches = 2 if pipeline > 1 else 1
@@ -41,7 +40,6 @@ def test_a_simulated_rank_of_several_axes_counts_what_a_real_one_does(worlds, on
 
 
 @pytest.mark.parametrize("one", SEVEN[:6])
-@pytest.mark.one_in(3)
 def test_every_engine_is_simulated_on_two_axes_of_a_large_world(one):
     found = simulate(Setting(find_engine(one), "gpt-nano", 128, 70, precision="bf16", tensor=2), train_step)
     assert found["wire_bytes_per_step"] == found["predicted_wire_bytes_per_step"]

@@ -33,7 +33,6 @@ def first_failure(worlds, wrong, folder):
 
 
 @pytest.mark.parametrize("wrong", IDEAS, ids=lambda wrong: wrong.__name__)
-@pytest.mark.one_in(3)
 def test_a_failure_where_options_cross_names_the_idea(worlds, tmp_path, wrong):
     cell = first_failure(worlds, wrong, tmp_path)
     assert cell is not None

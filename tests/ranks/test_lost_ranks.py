@@ -7,14 +7,13 @@ import pytest
 import torch
 from a_rank_that_dies import train
 from commands import torchrun
+from machine import PATIENCE
 from places import ROOT
 from training import inputs, make_engine, same_bits, small_engine
 from trap_models import RECOMPUTE, around_two, loss, net, step
 
 from common.ranks.collectives import RankLost
 from common.ranks.world import LocalWorld, RankFailed
-
-WITHIN = 60  # seconds for all ranks to start and end
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL says what it says: untried"),
@@ -29,7 +28,7 @@ def lost(rank):
 
 @pytest.mark.parametrize("stage", ["stage0_ddp", "stage3_param"])
 def test_under_torchrun_every_rank_that_is_left_names_the_lost_one(stage):
-    ended = torchrun(ROOT / "tests/programs/a_rank_that_dies.py", stage, nproc=3, timeout=WITHIN)
+    ended = torchrun(ROOT / "tests/programs/a_rank_that_dies.py", stage, nproc=3, timeout=PATIENCE)
     assert ended.returncode != 0
     for rank in (0, 1):
         assert re.search(lost(rank), ended.stderr), ended.stderr
@@ -39,7 +38,7 @@ def test_under_torchrun_every_rank_that_is_left_names_the_lost_one(stage):
 @pytest.mark.parametrize("stage", ["stage0_ddp", "stage3_param"])
 def test_a_local_world_tells_what_the_other_ranks_say_of_the_dead_one(stage):
     with LocalWorld(3, oversubscribe=True) as world, pytest.raises(RankFailed) as caught:
-        world.run(train, stage, timeout=WITHIN)
+        world.run(train, stage, timeout=PATIENCE)
     first, *others = str(caught.value).splitlines()
     assert first == "rank 2 died with exit code -9"
     for rank, said in enumerate(others):
@@ -58,7 +57,7 @@ def stay_away(world):
 
 def test_a_rank_that_stays_away_is_named_too():
     with LocalWorld(3, oversubscribe=True, timeout=2) as world:
-        *said, _ = world.run(stay_away, timeout=WITHIN)
+        *said, _ = world.run(stay_away, timeout=PATIENCE)
         world.close(kill=True)
     for rank, complaint in enumerate(said):
         assert re.match(f"rank 2 gave no answer in time: rank {rank} was in all_gather of the roll", complaint)
@@ -110,7 +109,7 @@ PARTED += [("offload.nvme", "3 and 2 batches"), ("zeropp", "3 and 2 batches")]  
 @pytest.mark.parametrize(("name", "how"), PARTED)
 def test_ranks_that_call_unequally_are_told_who_waits_for_whom_and_the_cure(name, how):
     with LocalWorld(2, oversubscribe=True, timeout=5) as world:
-        said = world.run(call_unequally, name, how, False, timeout=WITHIN)
+        said = world.run(call_unequally, name, how, False, timeout=PATIENCE)
         world.close(kill=True)
     for rank, complaint in enumerate(said):
         waits = f"the ranks part: rank {rank} waits for rank {1 - rank} in {IN}, and rank {1 - rank} waits in {IN}; "
@@ -152,7 +151,7 @@ PARTING = {  # what ranks do in backward -> the message
 @pytest.mark.parametrize("run", PARTING)
 def test_ranks_that_part_in_backward_are_told_where_and_that_their_graphs_differ(run):
     with LocalWorld(2, oversubscribe=True, timeout=4) as world:
-        said = world.run(complaint_of, run, timeout=WITHIN)
+        said = world.run(complaint_of, run, timeout=PATIENCE)
         world.close(kill=True)
     for rank, complaint in enumerate(said):
         waits = f"the ranks part: rank {rank} waits for rank {1 - rank} in {IN}, and rank {1 - rank} waits in {IN}; "

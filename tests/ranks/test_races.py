@@ -161,13 +161,8 @@ def races(scene, way, folder):
         dist.destroy_process_group()
 
 
-def in_turn(scene, way):
-    """A pair as a parameter: scenes take the ways in turn; `make test-all` runs all pairs."""
-    pair = list(SCENES).index(scene), list(WAYS).index(way)
-    return pytest.param(scene, way, marks=() if pair[0] % len(WAYS) == pair[1] else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize(("scene", "way"), [in_turn(*pair) for pair in itertools.product(SCENES, WAYS)])
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("way", WAYS)
 def test_nothing_races(tmp_path, scene, way):
     assert races(scene, way, tmp_path) == []
 
@@ -234,16 +229,9 @@ def without(file, place):
 
 
 MUTANTS = [(file, *wait) for file in FILES for wait in waits_of(file)]
-QUICK = ("common/tensors.py", "common/ranks/lanes.py")
 
 
-@pytest.mark.parametrize(
-    ("file", "what", "place"),
-    [
-        pytest.param(*mutant, id=mutant[1], marks=() if mutant[0] in QUICK else pytest.mark.exhaustive)
-        for mutant in MUTANTS
-    ],
-)
+@pytest.mark.parametrize(("file", "what", "place"), [pytest.param(*mutant, id=mutant[1]) for mutant in MUTANTS])
 def test_each_wait_is_needed(tmp_path, file, what, place):
     tries = itertools.product(WAYS, SCENES)
     with without(file, place):

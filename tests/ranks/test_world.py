@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import torchrun
+from machine import PATIENCE
 from places import importing
 
 from common.errors import InputError
@@ -25,7 +26,6 @@ from common.ranks.collectives import Collectives
 from common.ranks.world import LocalWorld, RankFailed, World, cpus, launch
 
 nccl_speaks = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL writes to stderr when its ranks are stopped")
-SOON = 30  # seconds: far less than the 600 that a collective waits
 
 
 def describe(world, *args):
@@ -44,7 +44,7 @@ def gone(process):
     return True
 
 
-def all_gone(processes, seconds=SOON):
+def all_gone(processes, seconds=PATIENCE):
     """Wait until all processes have ended."""
     deadline = time.monotonic() + seconds
     while not all(gone(process) for process in processes) and time.monotonic() < deadline:
@@ -210,7 +210,7 @@ def test_a_collective_without_an_answer_fails_after_the_worlds_timeout():
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed"):
         launch(end_on_rank_1, "never", nproc=2, oversubscribe=True, timeout=3)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < PATIENCE
 
 
 def unpicklable(world):
@@ -290,7 +290,7 @@ def files_in(folder):
 def test_a_world_left_open_ends_quietly_with_its_process():
     """As in a notebook."""
     parent = start("world = LocalWorld(2, oversubscribe=True); print(*world.run(test_world.pid))")
-    output, errors = parent.communicate(timeout=SOON)
+    output, errors = parent.communicate(timeout=PATIENCE)
     assert (parent.returncode, errors) == (0, "")
     assert all_gone(map(int, output.split()))
 
@@ -422,7 +422,7 @@ def see_one_gpu(uuid):
 def under_torchrun(folder, function, *gpus, script=SCRIPT, **settings):
     """Run a function of this file on two ranks under torchrun, each of which sees one GPU if any are given."""
     (folder / "script.py").write_text(script)
-    return torchrun(folder / "script.py", function, *gpus, timeout=2 * SOON, **settings)
+    return torchrun(folder / "script.py", function, *gpus, timeout=PATIENCE, **settings)
 
 
 def leave_one_in_flight(world):

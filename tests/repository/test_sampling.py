@@ -1,10 +1,10 @@
-"""`make test` samples tests with many cases, and every value of every parameter is in the sample."""
+"""`make test` draws cases: of each property, anew for each commit, within its share of the time."""
 
 import itertools
 from types import SimpleNamespace
 
 import pytest
-from sampling import sample
+from sampling import recorded, sample
 
 
 class Case(SimpleNamespace):
@@ -17,15 +17,30 @@ def cases(**parameters):
     return [Case(nodeid=f"test[{given}]", callspec=SimpleNamespace(params=given)) for given in products]
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_sample_has_one_in_n_and_each_value_of_each_parameter(n):
-    given = {"engine": list("abcdefg"), "precision": ["fp32", "bf16", "fp16"], "ranks": [1, 2, 3]}
-    chosen = sample(cases(**given), n)
-    assert len(chosen) == -(-63 // n)
-    for name, values in given.items():
+GIVEN = {"engine": list("abcdefg"), "precision": ["fp32", "bf16", "fp16"], "ranks": [1, 2, 3]}
+
+
+def drawn(seed, seconds, share=2.0, backwards=1):
+    chosen = sample(cases(**GIVEN)[::backwards], seed, {"test": seconds}, share)
+    return {case.nodeid for case in chosen}
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0.1, 63), (1.0, 15), (2.0, 7), (30.0, 1)])
+def test_a_property_has_its_share_of_the_time_and_at_least_one_case(seconds, number):
+    assert len(drawn("commit", seconds)) == number  # 2 s times the root of 63
+
+
+def test_a_sample_has_each_value_of_each_parameter_before_any_comes_often():
+    chosen = sample(cases(**GIVEN), "commit", {"test": 2.0}, 2.0)
+    for name, values in GIVEN.items():
         assert {case.callspec.params[name] for case in chosen} == set(values)
 
 
-def test_a_sample_does_not_change_with_the_order_of_the_cases():
-    given = cases(engine=list("abcdefg"), precision=["fp32", "bf16", "fp16"])
-    assert {case.nodeid for case in sample(given, 4)} == {case.nodeid for case in sample(given[::-1], 4)}
+def test_another_commit_draws_other_cases_and_the_same_draws_the_same_in_any_order():
+    assert drawn("one", 1.0) != drawn("other", 1.0)
+    assert drawn("one", 1.0) == drawn("one", 1.0, backwards=-1)
+
+
+def test_a_record_has_the_median_of_a_property_and_the_cases_that_take_much_longer():
+    took = {"file::test[a]": 0.5, "file::test[b]": 0.7, "file::test[c]": 9.0}
+    assert recorded(took) == {"file::test": 0.7, "file::test[c]": 9.0}

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_sources import code_lines
+from machine import PATIENCE
 from places import ROOT
 from torch import nn
 from training import ADAMW, batch, make_engine, same_bits, train
@@ -259,13 +260,10 @@ def test_all_pages_learn_and_print_the_same_losses(worlds):
     assert losses_in(of_halves) == pytest.approx(losses, abs=0.002)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "stage3_param" else pytest.mark.exhaustive) for name in PAGES],
-)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs_alone(name):
     module = PAGES[name][0]
     assert f'"-m", "{module}"' in page(name).read_text()
     command = [sys.executable, "-m", module]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert run.stdout.splitlines()[-2].startswith("step 100: loss")

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from machine import PATIENCE
 from places import ROOT, importing
 
 
@@ -14,7 +15,9 @@ def run(*arguments, cwd=ROOT, **settings):
     """Run `python ...` without the package being installed, and return the finished process."""
     environment = {**os.environ, "PYTHONPATH": "", **settings}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 def result(path):
@@ -23,7 +26,7 @@ def result(path):
     return written["param_sha256"], written["losses"]
 
 
-def wait_for(condition, within=60):
+def wait_for(condition, within=PATIENCE):
     """Wait until a condition holds.
 
     Raises:
@@ -35,7 +38,7 @@ def wait_for(condition, within=60):
         time.sleep(0.02)
 
 
-def torchrun(*arguments, nproc=2, timeout=120, **settings):
+def torchrun(*arguments, nproc=2, timeout=PATIENCE, **settings):
     """Run a script under torchrun, with this program's import path; return the finished process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *arguments]
     environment, pipes = importing(OMP_NUM_THREADS="1", **settings), {"capture_output": True, "text": True}

@@ -1,19 +1,78 @@
-"""Which of a test's many similar cases `make test` runs."""
+"""Which cases a run takes.
 
+A property is a test function; all of them run in each run. A property has SHARE seconds times the root of the number of
+its cases. Cases are drawn until those are used up, anew for each commit: those first that have values of parameters not
+drawn yet, an engine, a world size, a precision. `seconds.json` says how long a case takes, as measured by
+`make record-seconds`. `pytest --all`, `--record` and `make test-all` take all cases. Tests marked `exhaustive` take too
+long for `make test` whatever is drawn.
+"""
+
+import json
+import math
 import zlib
+from collections import defaultdict
+
+from places import ROOT
+
+SHARE = 0.4  # seconds
+RECORD = ROOT / "tests/seconds.json"  # {property, or a case that takes much longer than others: seconds of a case}
+UNKNOWN = 0.3  # seconds of a case that was not measured
 
 
-def sample(cases, n):
-    """One in n of a test's cases, rounded up, with each value of each parameter at least once, if that many suffice.
+def property_of(case):
+    return case.nodeid.partition("[")[0]
+
+
+def seconds_of(case, known):
+    """How long a case takes, from the contents of RECORD."""
+    return known.get(case.nodeid, known.get(property_of(case), UNKNOWN))
+
+
+def by_property(cases):
+    """{property: its cases}."""
+    found = defaultdict(list)
+    for case in cases:
+        found[property_of(case)].append(case)
+    return found
+
+
+def sample(cases, seed, known, share=SHARE):
+    """The cases of one property that a run takes.
 
     Args:
-        cases: pytest's items of one test, in any order.
+        cases: pytest's items, in any order.
+        seed: another one draws others.
     """
-    left, chosen, seen = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode())), [], set()
-    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in left}
-    while len(chosen) < -(-len(cases) // n):
+    left = sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case.nodeid}".encode()))
+    values = {case: {(name, id(value)) for name, value in _parameters(case).items()} for case in left}
+    chosen, seen, spent, most = [], set(), 0.0, share * math.sqrt(len(left))
+    while left:
         best = max(left, key=lambda case: len(values[case] - seen))  # the first of equals
         left.remove(best)
+        if chosen and spent + seconds_of(best, known) > most:
+            break
         chosen.append(best)
         seen |= values[best]
+        spent += seconds_of(best, known)
     return chosen
+
+
+def _parameters(case):
+    return case.callspec.params if hasattr(case, "callspec") else {}
+
+
+def known_seconds():
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def recorded(durations):
+    """The contents of RECORD, from {nodeid: seconds}: a property's median, and cases that take 2 s more than that."""
+    cases, contents = defaultdict(list), {}
+    for nodeid, seconds in durations.items():
+        cases[nodeid.partition("[")[0]].append(seconds)
+    for name, found in cases.items():
+        contents[name] = round(sorted(found)[len(found) // 2], 2)
+    for nodeid, seconds in durations.items():
+        if seconds > contents[nodeid.partition("[")[0]] + 2:
+            contents[nodeid] = round(seconds, 2)
+    return dict(sorted(contents.items()))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import wait_for
-from machine import power_cut
+from machine import PATIENCE, power_cut
 from places import ROOT
 
 from lab.namespaces import ADDRESSES, TwoNodes
@@ -123,7 +123,7 @@ class Slurm:
         """Run one of Slurm's commands on the first node; return what it prints."""
         full = self._on(0, *map(str, command))
         return subprocess.run(
-            full, env=self._environment(), stdout=subprocess.PIPE, text=True, timeout=60, check=True
+            full, env=self._environment(), stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True
         ).stdout
 
     def idle(self):

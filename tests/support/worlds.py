@@ -5,13 +5,13 @@ import torch
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 from first_difference import hung
+from machine import PATIENCE
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from common.loop import choose_exact_kernels
 from common.ranks.world import LocalWorld, RankFailed
 
-TIMEOUT = 300 if torch.cuda.is_available() else 60  # seconds; several ranks may share a GPU
 HANGS = 3  # trainings that may hang before the rest is skipped
 hangs = []  # what was said of each
 
@@ -69,7 +69,7 @@ def seed(world):
 class Worlds:
     """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
 
-    def __init__(self, timeout=TIMEOUT):
+    def __init__(self, timeout=PATIENCE):
         self._worlds, self._timeout = {}, timeout
 
     def __call__(self, size):

@@ -55,7 +55,6 @@ def check(world, engine, kind, *given):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.one_in(3)
 def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(world, name, kind, precision):
     found = check(world, name, kind, "--precision", precision)
     inputs = 2 * 12 * 16 * 16 * (4 if precision == "fp32" else 2)  # layers, samples of a rank, sequence, width

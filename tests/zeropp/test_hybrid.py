@@ -122,7 +122,6 @@ def test_a_checkpoint_goes_to_any_engine_and_world_size_and_holds_each_element_o
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("step", hybrid_probes.STEPS)
 @pytest.mark.ranks(4, 6)
-@pytest.mark.one_in(2)
 def test_no_micro_batch_is_dropped_and_the_mean_is_that_of_the_definition(world, precision, step):
     assert hybrid_probes.no_micro_batch_is_dropped(world, "replicated:Deferred", "", [step], [precision]) == []
 
@@ -141,7 +140,6 @@ def test_zero_grad_and_a_backward_that_fails_leave_nothing_of_what_did_not_cross
     [("fp32", 1, "gpt-tiny"), ("bf16", 2, "gpt-tiny"), ("fp16", 1, "lora-tiny")],
 )
 @pytest.mark.ranks(4)
-@pytest.mark.one_in(2)
 def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(world, precision, micro_batches, model, per_node):
     made = make_engine("zeropp.hybrid", model, precision=precision, clip_norm=1.0, ranks_per_node=per_node)
     traffic = made.comm.traffic

@@ -243,7 +243,6 @@ EXACT = [
 
 @pytest.mark.parametrize("name", ["Off", "Copies"])
 @pytest.mark.parametrize("cell", EXACT, ids=str)
-@pytest.mark.one_in(3)
 def test_without_a_switch_that_quantizes_the_bits_are_stage_3s(worlds, tmp_path, cell, name):
     stage3, ours = (
         worlds(cell.world_size).run(train_cell, engine, cell, str(tmp_path / engine[:5]))
