@@ -4,6 +4,8 @@
 #                 commit
 # make test-all   the suite with all cases, in hours
 # make test-cpus  what compares bits, on the processors that this one can pose as
+# make record-seconds  measure how long the suite's cases take: by this the cases
+#                 of make test are drawn
 # make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
 #                 by the Python that has torch: PYTHON=python3. Up to four ranks
 #                 share a GPU if there are too few. One H100 has run parts of it
@@ -153,20 +155,16 @@ record-offload: $(INSTALLED)
 	$(BIN)/python -m lab.offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
 	$(BIN)/python -m lab.offload.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
 
-# fio is what the disk is measured by: apt-get install fio
 WALL := --cap 600MB --precisions bf16 --engines stage0_ddp,offload.nvme --up-to 128 --compare
 record-infinity: $(INSTALLED)
 	$(BIN)/python -m lab.capacity $(WALL) --nproc 1 --json results/infinity_capacity_1.json
 	$(BIN)/python -m lab.capacity $(WALL) --nproc 4 --oversubscribe --json results/infinity_capacity_4.json
-	$(BIN)/python -m lab.offload.disk_step --json results/infinity_disk_step.json
-	$(BIN)/python -m lab.offload.ablation --oversubscribe --json results/infinity_ablation.json
 	$(BIN)/python -m lab.offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json
 	$(MAKE) infinity RESULTS=results
 
 record-zeropp: $(INSTALLED)
 	$(BIN)/python -m lab.zeropp.two_nodes --json results/zeropp_two_nodes.json
 	$(BIN)/python -m lab.zeropp.two_nodes --only "as it is;all;hybrid" --steps 6 --json results/hybrid_two_nodes.json
-	$(BIN)/python -m lab.zeropp.pack_time --json results/zeropp_pack_time.json
 	$(BIN)/python -m lab.zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
 
 record-simulated: $(INSTALLED)

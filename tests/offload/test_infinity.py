@@ -28,7 +28,7 @@ from common.models.gpt import GPT, GPTConfig
 from common.tiers import swap
 from common.tiers.disk import OnDisk
 from lab import capacity
-from lab.offload import ablation, largest
+from lab.offload import largest
 from offload import InfinityEngine
 from offload.nvme import STATES, TIERS
 
@@ -511,17 +511,6 @@ def test_under_a_wall_that_stage_0_hits_the_disk_trains_a_larger_model(times):
 
 
 # ---- commands -----------------------------------------------------------------------------------------------------
-
-
-def test_split_or_owned_parameters_are_the_same_bytes_and_bits_and_split_is_faster_over_slow_buses(tmp_path):
-    path = tmp_path / "ablation.json"
-    options = ["--nproc", "2", "--model", "gpt-tiny", "--batch", "2", "--rate", "0.2", "--steps", "3"]
-    ablation.main([*options, "--json", str(path)])
-    split, owned = json.loads(path.read_text())["rows"]
-    assert split["param_sha256"] == owned["param_sha256"]
-    assert split["up_bytes"][0] == split["up_bytes"][1]
-    assert sum(split["up_bytes"]) == sum(owned["up_bytes"])
-    assert split["seconds"] < owned["seconds"]
 
 
 def test_the_largest_model_lies_on_disk_and_leaves_nothing_there(tmp_path):

@@ -34,6 +34,9 @@ KEPT = {  # records whose command is gone: the page that shows them, the commit 
     "words_hugging_face.json": ("interop/HUGGING_FACE.md", "d6e6811"),
     "offload_step_time.json": ("offload/README.md", "5254906"),
     "zeropp_sweep.json": ("zeropp/README.md", "2187320"),
+    "zeropp_pack_time.json": ("zeropp/README.md", "cfdb7d3"),
+    "infinity_disk_step.json": ("offload/INFINITY.md", "cfdb7d3"),
+    "infinity_ablation.json": ("offload/INFINITY.md", "cfdb7d3"),
 }
 
 
