@@ -3,7 +3,7 @@
 # make test       lint and the suite: each property, on cases drawn anew for each
 #                 commit
 # make test-all   the suite with all cases, in hours
-# make test-cpus  what compares bits, on the processors that this one can pose as
+# make test-cpus  what compares bits, on processors that this one can pose as
 # make record-seconds  measure how long the suite's cases take: by this the cases
 #                 of make test are drawn
 # make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
