@@ -36,9 +36,9 @@
 # make help       print this
 #
 # PIP_ARGS goes to pip. By default it names constraints.txt, the versions that the
-# records were made with, and without an NVIDIA device torch's CPU wheels are taken
-# if they can be had; PIP_ARGS= takes the newest. With GPUs the same commands use
-# them: one rank per GPU, and NCCL.
+# records were made with, and without an NVIDIA device torch's CPU wheels are
+# taken if they can be had; PIP_ARGS= takes the newest. With GPUs the same
+# commands use them: one rank per GPU, and NCCL.
 
 PYTHON ?= python3
 ifeq ($(origin PIP_ARGS),undefined)
