@@ -81,5 +81,12 @@ class Backward:
         if running_backward.loss_scale is None:
             parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that, not loss.backward()")
-        self.gradient_ready(self.bucket_of[parameter], name, parameter)
+        bucket = self.bucket_of[parameter]
+        if bucket.are_freed:
+            parameter.grad = None
+            raise RuntimeError(
+                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, and is freed by now: "
+                "call that module, or hold it by gathered() until backward ends"
+            )
+        self.gradient_ready(bucket, name, parameter)
         self.comm.lane.wait_for_caller()  # on CUDA the bucket's collective waits for this stream too

@@ -222,11 +222,6 @@ class Bucket(FlatRange):
         """Move a gradient to its slot in `local_gradients`. If `no_sync` left one there, add to it in fp32."""
         if gradient.layout is not torch.strided:
             raise InputError(f"{name!r} got a sparse gradient, and buckets are dense; leave sparse=True out")
-        if self.are_freed:
-            raise RuntimeError(
-                f"{name!r} was read outside the forward of {self.unit.name or 'the model'!r}, and is freed by now: "
-                "call that module, or hold it by gathered() until backward ends"
-            )
         if self.handle is not None:  # a second part of the gradient, after the bucket was reduced
             self.wait_reduce()
         self._set_means_aside()
