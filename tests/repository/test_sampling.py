@@ -25,9 +25,14 @@ def drawn(seed, seconds, share=2.0, backwards=1):
     return {case.nodeid for case in chosen}
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(0.1, 63), (1.0, 15), (2.0, 7), (30.0, 1)])
+@pytest.mark.parametrize(("seconds", "number"), [(0.1, 63), (1.0, 15), (2.0, 7), (4.0, 3)])
 def test_a_property_has_its_share_of_the_time_and_at_least_one_case(seconds, number):
     assert len(drawn("commit", seconds)) == number  # 2 s times the root of 63
+
+
+def test_a_property_of_long_cases_runs_at_some_commits():
+    times = sum(len(drawn(str(commit), seconds=40.0)) for commit in range(200))
+    assert 10 <= times <= 30  # one in ten
 
 
 def test_a_sample_has_each_value_of_each_parameter_before_any_comes_often():
