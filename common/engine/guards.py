@@ -130,13 +130,13 @@ class Guards:
     def name_freed(self, error):
         """If a backward's error is that it needs a freed weight, raise one that names it."""
         versions = {int(number) for number in re.findall(r"version (\d+)", str(error))}
-        for bucket in self._engine.buckets + self._engine.frozen:
-            marks = zip(bucket.members, bucket.values.marks, strict=True) if bucket.values and versions else ()
+        for bucket in {b for engine in engine_of.values() for b in engine.buckets + engine.frozen} if versions else ():
+            marks = zip(bucket.members, bucket.values.marks, strict=True) if bucket.values else ()
             for name in (name for name, mark in marks if mark in versions):
                 raise RuntimeError(
-                    f"backward needs the values of {name!r}, which are freed: they were read outside the forward "
-                    "of their module, or this is a second backward; read them within engine.gathered(), after the "
-                    "forward and right before this backward, or hold them so until it ends"
+                    f"backward needs the values of {name!r}, which are freed: they were read outside the forward of "
+                    "their module, or after what it returns, or this is a second backward; read them within "
+                    "engine.gathered(), after the forward and right before this backward, or hold them so until it ends"
                 ) from error
 
     def check_scales(self):

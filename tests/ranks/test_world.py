@@ -247,6 +247,7 @@ def interrupt(world, processes):
 @nccl_speaks
 def test_after_ctrl_c_the_ranks_are_stopped_and_say_nothing(tmp_path):
     """They cannot take another call in the middle of this one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in the background ignore it
     world = LocalWorld(2, oversubscribe=True, log=tmp_path / "said")
     processes = world.run(pid)
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ from collections import defaultdict
 
 from places import ROOT
 
-SHARE, LONGEST = 0.4, 4.0  # seconds
+SHARE, LONGEST = 0.3, 4.0  # seconds
 RECORD = ROOT / "tests/seconds.json"  # {property, or a case that takes much longer than others: seconds of a case}
 UNKNOWN = 0.3  # seconds of a case that was not measured
 
