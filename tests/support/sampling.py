@@ -4,8 +4,8 @@ A property is a test function. It has SHARE seconds times the root of the number
 those are used up, anew for each commit, and at least one: those first that have values of parameters not drawn yet, an
 engine, a world size, a precision. Where one case takes more than LONGEST seconds, the property runs at so many commits
 that it takes LONGEST on average. `seconds.json` says how long a case takes, as measured by `make record-seconds`.
-`pytest --all`, `--record` and `make test-all` take all cases. What is marked `exhaustive` is left to `make test-all`: it
-takes too long, whatever is drawn.
+`pytest --all`, `--record` and `make test-all` take all cases. What is marked `exhaustive` is left to `make test-all`,
+since it takes too long, whatever is drawn.
 """
 
 import json
