@@ -12,7 +12,7 @@ from torch import nn
 from common.engine.hooks import Guard, Hook, LeafHook
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import inside_backward, map_tensors, own_parameters, past_subclasses, tensors_in, unwrapped
+from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
 
 
 class Reader:
@@ -130,11 +130,6 @@ class Freed(nn.Parameter):
             owners = [tensor.freed_values() for tensor in freed]
             if None in owners:
                 raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
-            only_reads = not (tells or torch.is_grad_enabled() or name.endswith("_"))
-            if only_reads and all(values and values.are_there for values in owners):
-                result = _as_plain(function, args, kwargs)  # so one rank may log them
-                if not any(storage_id(found) == storage_id(one) for found in tensors_in(result) for one in freed):
-                    return result
             if all(values and values.move() for values in dict.fromkeys(owners)):
                 return function(*args, **kwargs)
             freed = [tensor for tensor in freed if isinstance(tensor, cls)]  # the others' buckets have moved
@@ -152,11 +147,6 @@ class Freed(nn.Parameter):
                 result = result.as_subclass(cls)
                 result.freed_name = freed.freed_name
         return result
-
-
-@past_subclasses
-def _as_plain(function, args, kwargs):
-    return function(*args, **kwargs)
 
 
 def become_readable(parameter):

@@ -363,11 +363,6 @@ class Values:
                 set_versions(bucket.members.values(), self.versions)
             self.shown, self.versions = True, None
 
-    @property
-    def are_there(self):
-        """Whether a forward that runs has hidden them, but has not freed them yet."""
-        return self.versions is None and self.engine().in_forward
-
     def move(self):
         """Move the bucket to the unit that reads its weights while its own does not run, as T5's head the embedding's.
 
