@@ -80,8 +80,8 @@ TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 COUNTS := results/local/counts.json
 test: lint
 	@rm -f $(COUNTS)
-	$(BIN)/python -m pytest $(TWO) -m "not exhaustive and not alone" --counts $(COUNTS); first=$$?; \
-	$(BIN)/python -m pytest -m "not exhaustive and alone" --counts $(COUNTS) && exit $$first
+	$(BIN)/python -m pytest $(TWO) -m "not exhaustive and not alone" --counts=$(COUNTS); first=$$?; \
+	$(BIN)/python -m pytest -m "not exhaustive and alone" --counts=$(COUNTS) && exit $$first
 
 # Processors as torch, MKL and oneDNN take them for, and one and two threads.
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2
@@ -192,8 +192,8 @@ readme: $(INSTALLED)
 
 test-all: lint
 	@rm -f $(COUNTS)
-	$(BIN)/python -m pytest --all $(TWO) -m "not alone" --counts $(COUNTS); first=$$?; \
-	$(BIN)/python -m pytest --all -m "alone" --counts $(COUNTS) && exit $$first
+	$(BIN)/python -m pytest --all $(TWO) -m "not alone" --counts=$(COUNTS); first=$$?; \
+	$(BIN)/python -m pytest --all -m "alone" --counts=$(COUNTS) && exit $$first
 
 # tests/seconds.json, by which `make test` draws cases.
 record-seconds: $(INSTALLED)

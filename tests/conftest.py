@@ -230,6 +230,8 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if hasattr(config, "workerinput"):  # a worker process, which some settings of pytest let report as well
+        return
     engine = config.getoption("--engine")
     if engine:
         part = config.getoption("--quick") or config.option.keyword or len(hangs) >= HANGS
