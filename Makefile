@@ -2,7 +2,8 @@
 #                 .md and .png to results/local
 # make test       lint and the suite: each property, on cases drawn anew for each
 #                 commit
-# make test-all   the suite with all cases, in hours
+# make test-all   the suite with all cases, in hours; make test-part PART=2/6 takes
+#                 a part of them. Without PART another one comes with each commit
 # make test-cpus  what compares bits, on processors that this one can pose as
 # make record-seconds  measure how long the suite's cases take: by this the cases
 #                 of make test are drawn
@@ -52,7 +53,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated words
 
-.PHONY: help demo notebooks site slides student infinity test test-gpu test-cpus record-seconds gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks site slides student infinity test test-gpu test-part test-cpus record-seconds gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -78,10 +79,21 @@ student: $(INSTALLED)
 # Two processes at once, then what measures time. A failure in the first does not keep the second from running.
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 COUNTS := results/local/counts.json
+define suite
+@rm -f $(COUNTS)
+$(BIN)/python -m pytest $(1) -m "not alone" --counts=$(COUNTS); first=$$?; \
+$(BIN)/python -m pytest $(2) -m alone --counts=$(COUNTS) && exit $$first
+endef
 test: lint
-	@rm -f $(COUNTS)
-	$(BIN)/python -m pytest $(TWO) -m "not exhaustive and not alone" --counts=$(COUNTS); first=$$?; \
-	$(BIN)/python -m pytest -m "not exhaustive and alone" --counts=$(COUNTS) && exit $$first
+	$(call suite,$(TWO))
+
+test-all: lint
+	$(call suite,--all $(TWO),--all)
+
+# Six commits in a row have all of them.
+PART ?= $(shell echo $$(($$(git rev-list --count HEAD) % 6 + 1)))/6
+test-part: $(INSTALLED)
+	$(call suite,--part $(PART) --numprocesses 2 --dist worksteal,--part $(PART))
 
 # Processors as torch, MKL and oneDNN take them for, and one and two threads.
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2
@@ -189,11 +201,6 @@ notebooks: $(INSTALLED)
 
 readme: $(INSTALLED)
 	$(BIN)/python -m lab.readme
-
-test-all: lint
-	@rm -f $(COUNTS)
-	$(BIN)/python -m pytest --all $(TWO) -m "not alone" --counts=$(COUNTS); first=$$?; \
-	$(BIN)/python -m pytest --all -m "alone" --counts=$(COUNTS) && exit $$first
 
 # tests/seconds.json, by which `make test` draws cases.
 record-seconds: $(INSTALLED)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from browsing import chromium
-from matrix import QUICK
+from matrix import MORE_CELLS, QUICK
 from places import LOCAL, RECORDS, ROOT
-from sampling import RECORD, by_property, known_seconds, recorded, sample, seconds_of
+from sampling import RECORD, by_property, known_seconds, part, recorded, sample, seconds_of
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
 from training import ALL, ENGINES, SEVEN, STAGES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
@@ -81,6 +81,7 @@ def pytest_addoption(parser):
     parser.addoption("--late", action="store_true", help="with --engine: its collectives run as late as they may")
     parser.addoption("--scores", type=Path, default=LOCAL / "scores", help="where its score is written")
     parser.addoption("--all", action="store_true", help="all cases of each test, not a sample of them")
+    parser.addoption("--part", metavar="K/N", help="the K-th of N parts of all cases")
     parser.addoption("--record-seconds", action="store_true", help="write to tests/seconds.json how long cases took")
     parser.addoption("--counts", type=Path, metavar="FILE", help="add this run to the counts there, and tell them")
     parser.addoption("--record", action="store_true", help="write what the pages show, results/, not results/local/")
@@ -135,18 +136,21 @@ def pytest_ignore_collect(collection_path, config):
     return True if config.getoption("--engine") and others else None
 
 
+@pytest.hookimpl(trylast=True)  # -m has chosen
 def pytest_collection_modifyitems(config, items):
     """Draw the cases of a run, see `sampling`; with --engine keep only tests of any engine, with --quick some of them.
 
     Files that take long go first, so that neither of two processes is left alone with one at the end.
     """
-    kept = list(items)
-    if config.getoption("--engine"):
-        kept = [item for item in kept if "engine" in item.fixturenames]
+    kept, known = list(items), known_seconds()
+    if config.getoption("--engine") or config.getoption("--record"):
+        kept = [item for item in kept if "engine" in item.fixturenames and not is_more(item)]
         if config.getoption("--quick"):
             kept = [item for item in kept if is_quick(item)]
-    elif not (config.getoption("--all") or config.getoption("--record")):
-        seed, known = commit().removesuffix("-dirty"), known_seconds()
+    elif which := config.getoption("--part"):
+        kept = part(kept, which, known)
+    elif not config.getoption("--all"):
+        seed = commit().removesuffix("-dirty")
         drawn = {case for cases in by_property(kept).values() for case in sample(cases, seed, known)}
         kept = [item for item in kept if item in drawn]
         files = Counter()
@@ -173,6 +177,11 @@ def ranks_of(item):
     return max(size for size in sizes if isinstance(size, int))
 
 
+def is_more(item):
+    """Whether a test is a cell that neither a score nor the record has: three ranks, where two tell the same."""
+    return hasattr(item, "callspec") and item.callspec.params.get("cell") in MORE_CELLS
+
+
 def is_quick(item):
     """Whether a test is in the sample: a cell of `QUICK`, or a count of bytes at 2 ranks in fp32."""
     how = item.callspec.params
@@ -189,8 +198,10 @@ def browser():
 
 
 @pytest.fixture(scope="session")
-def deepspeed_place():
+def deepspeed_place(request):
     """The folder of the real DeepSpeed, installed from the package index; without it the test is skipped."""
+    if not (request.config.getoption("--all") or request.config.getoption("--part")):
+        pytest.skip("it installs DeepSpeed, so it is part of make test-all")
     try:
         return installed(RELEASE)
     except InputError as error:
@@ -234,8 +245,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         return
     engine = config.getoption("--engine")
     if engine:
-        part = config.getoption("--quick") or config.option.keyword or len(hangs) >= HANGS
-        whole = not part and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        some = config.getoption("--quick") or config.option.keyword or len(hangs) >= HANGS
+        whole = not some and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if whole and EQUIVALENCE.cells:
             SCORE.write(engine, config.getoption("--scores"))
         summarize(terminalreporter, engine, whole, exitstatus)
@@ -253,7 +264,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
             terminalreporter.section(name)
             terminalreporter.write(as_text(made))
     if file := config.getoption("--counts"):
-        terminalreporter.write_line(told(terminalreporter, file))
+        terminalreporter.write_line(told(terminalreporter, file, config.getoption("--part")))
 
 
 def record_seconds(reporter):
@@ -264,15 +275,16 @@ def record_seconds(reporter):
     RECORD.write_text(json.dumps(dict(sorted((known_seconds() | recorded(seconds)).items())), indent=0) + "\n")
 
 
-def told(reporter, file):
-    """The last line of `make test`: what ran how long, on what, and what to post if it failed."""
+def told(reporter, file, which):
+    """The last line of `make test` and of a part of all cases: what ran how long, on what, and what to post."""
     counts = Counter(json.loads(file.read_text()) if file.exists() else {})
     counts.update({what: len(reporter.stats.get(what, ())) for what in ("passed", "skipped", "failed", "error")})
     counts["seconds"] += round(time.monotonic() - BEGAN)
     file.write_text(json.dumps(counts))
     failed = counts["failed"] + counts["error"]
     machine = f"{hardware(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}"
-    line = f"{counts['passed']:,} tests passed, {failed} failed, {counts['skipped']} skipped in "
+    line = f"Part {which} of all cases, by make test-part PART={which}: " if which else ""
+    line += f"{counts['passed']:,} tests passed, {failed} failed, {counts['skipped']} skipped in "
     line += f"{counts['seconds'] / 60:.0f} min, at {commit() or 'no commit'}, on {machine}."
     if failed:
         line += " To report it, post the lines that begin with FAILED or ERROR, and this one."

@@ -345,7 +345,7 @@ def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, 
 
 @pytest.mark.parametrize(
     ("exercise", "number"),
-    [(STAGE1, 4), pytest.param(ZEROPP, 2, marks=pytest.mark.exhaustive)],
+    [(STAGE1, 4), (ZEROPP, 2)],
     ids=["stage1", "zeropp"],
 )
 def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path):
@@ -365,7 +365,6 @@ def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path):
     assert f"line {line} in {part.method.rpartition('.')[2]}: AttributeError" in answer_to("self.nowhere").where
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("exercise", ALL, ids=name_of)
 def test_parts_from_the_engine_fill_an_exercise(worlds, references, tmp_path, exercise):
     """All parts but one are the engine's, and that one is right, so the whole is right."""

@@ -22,14 +22,9 @@ CHECKED = (axes, faults, hosts, memory, questions, rounding, scaling, wire)
 CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
 
 
-# Two thirds of the time of all pages: hosts and disks, two nodes, a trillion parameters, five machines, eight ranks.
-LONG = ("08_offload", "09_infinity", "10_zeropp", "12_scale", "13_when", "14_axes")
-
-
 def runs(path, shorter=True):
-    """A test case of a notebook; long notebooks, and those that run as stored, are part of `make test-all` only."""
-    marks = [pytest.mark.exhaustive] if path.stem in LONG or not shorter else []
-    return pytest.param(path, shorter, marks=marks, id=path.stem + ("" if shorter else ", as it is stored"))
+    """A test case of a notebook, with fewer steps if it has many, or as it is stored."""
+    return pytest.param(path, shorter, id=path.stem + ("" if shorter else ", as it is stored"))
 
 
 @pytest.mark.parametrize(

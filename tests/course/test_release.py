@@ -119,9 +119,7 @@ WAITS = {  # for what a notebook waits while nothing is solved
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name[:2] != "04" else []) for name in WAITS]
-)
+@pytest.mark.parametrize("name", WAITS)
 def test_a_notebook_ends_in_a_line_that_names_the_exercise(released, name):
     assert {page.stem for page in released.tree.glob("notebooks/*.ipynb")} == set(WAITS)
     ran = run_in(released.tree, "-m", "course.execute", f"notebooks/{name}.ipynb")
@@ -188,7 +186,6 @@ def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
     assert sum(test["max_score"] for test in tests) == 20 and "overlap.py: 15 of 20 points" in results["output"]
 
 
-@pytest.mark.exhaustive
 def test_the_bundle_gives_all_that_is_right_all_points(released):
     right = (EXERCISES[2], *LATER[:2])
     results = autograded(released.autograder, **{exercise.path.stem: exercise.solution for exercise in right})

@@ -89,7 +89,6 @@ def test_a_missing_answer_or_import_is_one_line(monkeypatch, tmp_path):
         cs336.DDP.answer()
 
 
-@pytest.mark.exhaustive
 def test_a_students_file_runs_by_the_command_of_the_page():
     toy = {"STUDENT": str(ROOT / "tests/courses/toy_answer.py")}
     command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--engine", "cs336:DDP", "--quick"]

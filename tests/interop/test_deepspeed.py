@@ -438,7 +438,6 @@ def test_a_bad_argument_of_a_scheduler_is_named(arguments, words):
 # ---- compared with the real one --------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
 def test_losses_are_deepspeeds_and_where_they_part_the_cause_is_known(deepspeed_place):
     equal = [(2, "fp32", "plain", False), (3, "fp32", "accumulating", False), (1, "bf16", "plain", True)]
     apart = [(0, "fp32", "clipping", False), (2, "bf16", "accumulating", True), (3, "bf16", "plain", False)]
@@ -458,7 +457,6 @@ runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR"""
 OTHERWISE = {"distributed_port", "client_state", "timeout", "tensor_overrides", "parser"}  # defaults without effect
 
 
-@pytest.mark.exhaustive
 def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(deepspeed_place):
     methods = sorted(name for name, word in vars(Engine).items() if inspect.isfunction(word) and name[0] != "_")
     methods.remove("to")  # torch's, which takes anything

@@ -40,7 +40,6 @@ def script(world, text, arguments):
     }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("precision", "reshard", "micro_batches", "limit"),

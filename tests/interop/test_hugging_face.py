@@ -145,7 +145,6 @@ def test_a_count_of_tokens_is_not_rounded_to_16_bits():
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "by"), [*((name, TORCHRUN) for name in SCRIPTS), ("lightning", ())])
 def test_the_pages_scripts_run(tmp_path, name, by):
     pytest.importorskip({"fabric": "lightning.fabric", "trainer": "transformers"}.get(name, name))

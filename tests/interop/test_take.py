@@ -46,7 +46,6 @@ def test_every_engine_and_the_words_train_beside_another_common(tmp_path):
     assert ended.returncode == 0, ended.stderr[-1000:]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_suite_judges_the_copy(tmp_path, name):
     package = tmp_path / "taken_to_be_judged"

@@ -54,7 +54,6 @@ def test_what_deepspeed_would_pass_over_is_refused_by_name(worlds, tmp_path, cap
     assert os.listdir(tmp_path) == ["own"]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_goes_on_at_another_world_size(worlds, deepspeed_place, tmp_path, stage, precision):

@@ -112,7 +112,6 @@ def test_where_activations_stay_few_operations_are_looked_at_however_many_layers
     assert len(looks) < 10 * layers + 100
 
 
-@pytest.mark.exhaustive
 @pytest.mark.alone
 @pytest.mark.parametrize("checkpoints", [["--checkpoint-activations"], []])
 def test_a_trillion_parameters_on_1024_ranks_take_20_seconds_and_2_gb(checkpoints, tmp_path):
@@ -330,7 +329,6 @@ def test_the_command_shows_what_is_resident_at_the_worst_moment(capsys):
     assert "gathered units" in said
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "ViTForImageClassification"])
 def test_models_of_transformers_run(monkeypatch, name):
     kind = getattr(pytest.importorskip("transformers"), name)

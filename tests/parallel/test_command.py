@@ -42,7 +42,6 @@ def of_the_page(world, code, folder):
     return names["axes"].part, names["result"].norm, sorted(path.name for path in Path(folder, "checkpoint").iterdir())
 
 
-@pytest.mark.exhaustive
 def test_the_pages_program_trains_on_three_axes(worlds, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     ended = worlds(8).run(of_the_page, code, str(tmp_path))

@@ -47,8 +47,8 @@ def sample(engine, most):
 
 
 def sizes(most):
-    """So many cells of an engine, and all of them in the exhaustive tests."""
-    return pytest.mark.parametrize("most", [most, pytest.param(len(CELLS), marks=pytest.mark.exhaustive)])
+    """So many cells of an engine, or all of them."""
+    return pytest.mark.parametrize("most", [most, len(CELLS)])
 
 
 @sizes(6)
@@ -145,7 +145,6 @@ def test_an_unknown_engine_is_told_the_form_of_a_name(name):
         find_engine(name)
 
 
-@pytest.mark.exhaustive
 def test_after_a_few_hangs_the_rest_is_skipped():
     began = time.monotonic()
     said = suite("first_engine:Hangs", "--quick")

@@ -54,7 +54,6 @@ def test_reading_before_waiting_fails_when_collectives_run_late(worlds, late_wor
     assert (judge(worlds, cell, ranks)[0] == "fail") == (engine_of in EARLY)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.alone  # it is allowed a minute
 @pytest.mark.parametrize("wrong", [*IDEAS, *OTHERS], ids=lambda wrong: wrong.__name__)
 def test_the_sample_notices_it_within_a_minute(wrong):

@@ -180,7 +180,6 @@ def test_the_manifests_training_takes_its_options(manifest):
     assert words[module + 1] in engines.ENGINES and options.resume and options.save.startswith("/runs/")
 
 
-@pytest.mark.exhaustive
 def test_the_manifest_has_the_names_and_types_of_the_published_schema(manifest):
     """Checked with the client generated from the schema: pip install kubeflow-training (tried with 1.9.4)."""
     ours = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training is not installed")

@@ -4,7 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from sampling import recorded, sample
+from sampling import part, recorded, sample
 
 
 class Case(SimpleNamespace):
@@ -46,6 +46,17 @@ def test_another_commit_draws_other_cases_and_the_same_draws_the_same_in_any_ord
     assert drawn("one", 1.0) == drawn("one", 1.0, backwards=-1)
 
 
-def test_a_record_has_the_median_of_a_property_and_the_cases_that_take_much_longer():
+def test_a_record_has_the_mean_of_a_property_and_the_cases_that_take_much_longer():
     took = {"file::test[a]": 0.5, "file::test[b]": 0.7, "file::test[c]": 9.0}
-    assert recorded(took) == {"file::test": 0.7, "file::test[c]": 9.0}
+    assert recorded(took) == {"file::test": 0.6, "file::test[c]": 9.0}
+
+
+def test_parts_take_equally_long_and_together_are_all_cases_in_their_order():
+    given = cases(**GIVEN)
+    parts = [part(given, f"{number}/6", {"test": 1.0}) for number in range(1, 7)]
+    assert sum(parts, []) == given
+    assert {len(each) for each in parts} == {10, 11}
+
+
+def test_a_case_of_minutes_is_never_drawn():
+    assert not any(drawn(str(commit), seconds=61.0) for commit in range(200))

@@ -19,9 +19,9 @@ QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strat
 
 
 def needs(*libraries):
-    """Marks for tests that need these libraries and take minutes."""
+    """A mark for tests that need these libraries."""
     absent = [library for library in libraries if importlib.util.find_spec(library) is None]
-    return [pytest.mark.exhaustive, pytest.mark.skipif(bool(absent), reason=f"not installed: {absent}")]
+    return pytest.mark.skipif(bool(absent), reason=f"not installed: {absent}")
 
 
 class Windows(torch.utils.data.Dataset):

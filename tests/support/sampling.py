@@ -3,11 +3,12 @@
 A property is a test function. It has SHARE seconds times the root of the number of its cases. Cases are drawn until
 those are used up, anew for each commit, and at least one: those first that have values of parameters not drawn yet, an
 engine, a world size, a precision. Where one case takes more than LONGEST seconds, the property runs at so many commits
-that it takes LONGEST on average. `seconds.json` says how long a case takes, as measured by `make record-seconds`.
-`pytest --all`, `--record` and `make test-all` take all cases. What is marked `exhaustive` is left to `make test-all`,
-since it takes too long, whatever is drawn.
+that it takes LONGEST on average; a case of more than TOO_LONG is never drawn. `seconds.json` says how long a case
+takes, as measured by `make record-seconds`. `pytest --all` takes all cases, and `--part 2/6` the second of six parts of
+them, which take equally long.
 """
 
+import itertools
 import json
 import math
 import zlib
@@ -15,7 +16,7 @@ from collections import defaultdict
 
 from places import ROOT
 
-SHARE, LONGEST = 0.3, 4.0  # seconds
+SHARE, LONGEST, TOO_LONG = 0.3, 4.0, 60.0  # seconds
 RECORD = ROOT / "tests/seconds.json"  # {property, or a case that takes much longer than others: seconds of a case}
 UNKNOWN = 0.3  # seconds of a case that was not measured
 
@@ -38,13 +39,14 @@ def by_property(cases):
 
 
 def sample(cases, seed, known, share=SHARE):
-    """The cases of one property that a run takes.
+    """The cases of one property that a run takes, if any.
 
     Args:
         cases: pytest's items, in any order.
         seed: another one draws others.
     """
-    left = sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case.nodeid}".encode()))
+    left = [case for case in cases if seconds_of(case, known) < TOO_LONG]
+    left.sort(key=lambda case: zlib.crc32(f"{seed} {case.nodeid}".encode()))
     values = {case: {(name, id(value)) for name, value in _parameters(case).items()} for case in left}
     chosen, seen, spent, most = [], set(), 0.0, share * math.sqrt(len(left))
     while left:
@@ -55,8 +57,15 @@ def sample(cases, seed, known, share=SHARE):
         chosen.append(best)
         seen |= values[best]
         spent += seconds_of(best, known)
-    turn = zlib.crc32(f"{seed} {property_of(chosen[0])}".encode()) / 2**32
+    turn = zlib.crc32(f"{seed} {property_of(cases[0])}".encode()) / 2**32
     return chosen if len(chosen) > 1 or turn * spent < LONGEST else []
+
+
+def part(cases, which, known):
+    """A part of all cases in their order, `which` being "2/6": parts take equally long, and together are the whole."""
+    number, parts = map(int, which.split("/"))
+    ends = list(itertools.accumulate(seconds_of(case, known) for case in cases))
+    return [case for case, end in zip(cases, ends, strict=True) if math.ceil(parts * end / ends[-1]) == number]
 
 
 def _parameters(case):
@@ -68,13 +77,16 @@ def known_seconds():
 
 
 def recorded(durations):
-    """The contents of RECORD, from {nodeid: seconds}: a property's median, and cases that take 2 s more than that."""
-    cases, contents = defaultdict(list), {}
+    """The contents of RECORD, from {nodeid: seconds}: a property's mean, and cases that take 2 s more than its median.
+
+    The mean, since the first case of a property often does what the others need too.
+    """
+    cases, contents = defaultdict(dict), {}
     for nodeid, seconds in durations.items():
-        cases[nodeid.partition("[")[0]].append(seconds)
+        cases[nodeid.partition("[")[0]][nodeid] = seconds
     for name, found in cases.items():
-        contents[name] = round(sorted(found)[len(found) // 2], 2)
-    for nodeid, seconds in durations.items():
-        if seconds > contents[nodeid.partition("[")[0]] + 2:
-            contents[nodeid] = round(seconds, 2)
+        most = sorted(found.values())[len(found) // 2] + 2
+        usual = [seconds for seconds in found.values() if seconds <= most]
+        contents[name] = round(sum(usual) / len(usual), 2)
+        contents |= {nodeid: round(seconds, 2) for nodeid, seconds in found.items() if seconds > most}
     return dict(sorted(contents.items()))

@@ -145,5 +145,5 @@ class Slurm:
 
 
 def on_slurm(test):
-    """Mark a test that runs jobs: part of `make test-all`, run alone, skipped without Slurm."""
-    return pytest.mark.exhaustive(pytest.mark.alone(NEEDS(test)))
+    """Mark a test that runs jobs: it runs alone, and is skipped without Slurm."""
+    return pytest.mark.alone(NEEDS(test))
