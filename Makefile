@@ -16,10 +16,10 @@
 # make scores     hold other libraries to the suite, in about half an hour; writes
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
-#                 into them. In parts: make record-suite, -demo, -activations,
-#                 -accumulated, -scores, -bench, -second-machine, -small-models,
-#                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity, -zeropp (root, iproute2), -muon, -museum,
+#                 into them. In parts: make record-suite, -teeth, -demo,
+#                 -activations, -accumulated, -scores, -bench, -second-machine,
+#                 -small-models, -small-send-buffers, -growth, -alone, -capacity,
+#                 -offload, -infinity, -zeropp (root, iproute2), -muon, -museum,
 #                 -simulated, -words
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make site       write the explorer (a page with sliders for a model and its
@@ -51,7 +51,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated words
+RECORDS := suite teeth demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated words
 
 .PHONY: help demo notebooks site slides student infinity test test-gpu test-part test-cpus record-seconds gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -201,6 +201,10 @@ notebooks: $(INSTALLED)
 
 readme: $(INSTALLED)
 	$(BIN)/python -m lab.readme
+
+# After make test, whose minutes it records too.
+record-teeth: $(INSTALLED)
+	PYTHONPATH=$$(echo . tests/*/ | tr ' ' :) $(BIN)/python tests/planted/teeth.py --json results/teeth.json
 
 # tests/seconds.json, by which `make test` draws cases.
 record-seconds: $(INSTALLED)

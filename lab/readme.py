@@ -171,6 +171,23 @@ def equivalence_table(results):
     return Table(title, header, rows, words=range(len(header))).markdown()
 
 
+def teeth_table(results):
+    """How many planted faults a sample of the suite notices, and the suite's minutes by room, as Markdown."""
+    rows, lists = [], dict.fromkeys(row["of"] for row in results["rows"])
+    for of in (*lists, "in all"):
+        found = [row["samples"] for row in results["rows"] if of in (row["of"], "in all")]
+        rows.append((of, str(len(found)), str(found.count(1)), str(len(found) - found.count(None))))
+    header = ("faults in", "planted", "noticed by one sample", "by three in a row")
+    note = f"{results['planted'] - len(results['rows'])} more are planted by code, not by a text. {results['hardware']}"
+    teeth = Table("", header, rows, note=note)
+    counts, seconds = results["suite"]["counts"], results["suite"]["seconds_by_room"]
+    rooms = sorted(seconds, key=seconds.get, reverse=True)
+    rows = [(f"`{room}/`", f"{seconds[room] / 60:.1f}") for room in rooms]
+    note = f"{counts['passed']:,} tests passed, {counts['failed']} failed in {counts['seconds'] / 60:.1f} minutes, "
+    note += f"two at a time; {results['suite']['hardware']}"
+    return "\n\n".join([teeth.markdown(), Table("", ("tests in", "minutes"), rows, note=note).markdown()])
+
+
 def scores_table():
     """How every engine scores, as Markdown: verdicts, bytes per parameter, settings."""
     scores = map(_read, (ROOT / "results/scores").glob("*.json"))

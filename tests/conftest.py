@@ -267,22 +267,30 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         terminalreporter.write_line(told(terminalreporter, file, config.getoption("--part")))
 
 
+def reports_of(reporter):
+    """What pytest reports of a test's set-up, call and end."""
+    return (report for found in reporter.stats.values() for report in found if hasattr(report, "duration"))
+
+
 def record_seconds(reporter):
     """Write how long the cases took, beside those that did not run."""
     seconds = Counter()
-    for report in (one for found in reporter.stats.values() for one in found if hasattr(one, "duration")):
+    for report in reports_of(reporter):
         seconds[report.nodeid] += report.duration
     RECORD.write_text(json.dumps(dict(sorted((known_seconds() | recorded(seconds)).items())), indent=0) + "\n")
 
 
 def told(reporter, file, which):
     """The last line of `make test` and of a part of all cases: what ran how long, on what, and what to post."""
-    counts = Counter(json.loads(file.read_text()) if file.exists() else {})
+    before = json.loads(file.read_text()) if file.exists() else {}
+    counts, rooms = Counter(before.get("counts")), Counter(before.get("seconds_by_room"))
     counts.update({what: len(reporter.stats.get(what, ())) for what in ("passed", "skipped", "failed", "error")})
     counts["seconds"] += round(time.monotonic() - BEGAN)
-    file.write_text(json.dumps(counts))
+    for report in reports_of(reporter):
+        rooms[report.nodeid.split("/")[1]] += report.duration
     failed = counts["failed"] + counts["error"]
     machine = f"{hardware(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}"
+    file.write_text(json.dumps({"hardware": machine, "counts": counts, "seconds_by_room": rooms}))
     line = f"Part {which} of all cases, by make test-part PART={which}: " if which else ""
     line += f"{counts['passed']:,} tests passed, {failed} failed, {counts['skipped']} skipped in "
     line += f"{counts['seconds'] / 60:.0f} min, at {commit() or 'no commit'}, on {machine}."

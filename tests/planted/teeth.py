@@ -1,4 +1,4 @@
-"""How many planted faults `make test` notices: at one commit, and at several in a row. `make record-teeth`.
+"""How many planted faults `make test` notices: at one commit, and at several in a row.
 
 Each fault of faults.toml is written into a clone of this commit, in all engines that can have it, and there the suite's
 sample runs until a test fails. What a sample does not notice, the next commits' samples get. Left out are tests that
@@ -6,7 +6,9 @@ plant faults themselves or compare texts: they would fail for the text alone.
 """
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +17,23 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 
 import torch
-from places import ROOT
+from places import LOCAL, ROOT
 from planting import Edit
 from test_planted import LISTS
 
 from common.engines import find_engine
+from common.errors import InputError
 from common.measure.hardware import commit, hardware
 from common.outputs import write_json
 
 NAMES = ("the stages", "Offload", "Infinity", "ZeRO++", "parallel", "whole matrices")
 TEXTS = ("course", "repository", "stages/test_engine_sources.py")
-PLANTS = ("a_mutant_is_caught", "every_fault_finds_the_text")
+PLANTS = "not a_mutant_is_caught and not every_fault_finds_the_text"
+LEFT_OUT = ("-k", PLANTS, *(f"--ignore=tests/{path}" for path in TEXTS))
 LIKELY = ("any_engine", "engine", "zeropp", "offload", "parallel")
-REST = sorted({path.name for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))} - {*LIKELY, *TEXTS})
+REST = sorted({path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} - {*LIKELY, *TEXTS})
+SUITE = LOCAL / "counts.json"  # of the last `make test`
+BROKEN = re.compile("(FAILED|ERROR) ")
 
 
 def plant(clone, mutant):
@@ -43,33 +49,13 @@ def plant(clone, mutant):
         path.write_text(source)
 
 
-def first_failure(clone, alone=""):
-    """The first test of the sample in a clone that fails, or None; raises a RuntimeError if the sample cannot run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-rfE",
-        "--tb=no",
-        "-k",
-        " and ".join(f"not {name}" for name in PLANTS),
-    ]
-    left_out = [f"--ignore=tests/{path}" for path in TEXTS]
-    for rooms in (LIKELY, REST):
-        paths = [f"tests/{room}" for room in rooms]
-        told = subprocess.run(
-            [*command, *left_out, *paths], cwd=clone, text=True, capture_output=True, check=False,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        )  # fmt: skip
-        failed = [line.split()[1] for line in told.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        if failed or told.returncode not in (0, 5):
-            return (failed or [told.stdout[-300:]])[0]
-    return None
-
-
-def git(clone, *words):
-    subprocess.run(["git", "-c", "user.name=teeth", "-c", "user.email=teeth", *words], cwd=clone, check=True)
+def failures(clone, *chosen):
+    """The tests that fail when pytest runs these in a clone; what it said if it does not run."""
+    command = [sys.executable, "-m", "pytest", "-rfE", "--tb=no", *map(str, chosen)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # files of one length change within a second
+    ended = subprocess.run(command, cwd=clone, env=environment, text=True, capture_output=True, check=False)
+    failed = [line.split(" - ")[0].split(maxsplit=1)[1] for line in ended.stdout.splitlines() if BROKEN.match(line)]
+    return failed or ([ended.stdout[-300:]] if ended.returncode not in (0, 5) else [])
 
 
 def noticed(clone, mutant, samples):
@@ -77,44 +63,62 @@ def noticed(clone, mutant, samples):
     for number in range(samples):
         git(clone, "reset", "--quiet", "--hard", f"sample{number}")
         plant(clone, mutant)
-        if test := first_failure(clone):
-            return number + 1, test
+        for rooms in (LIKELY, REST):
+            if found := failures(clone, "-x", *LEFT_OUT, *(f"tests/{room}" for room in rooms)):
+                return number + 1, found[0]
     return None, None
 
 
+def git(folder, *words):
+    """Run git; what it commits has the same hash whenever it runs."""
+    own = {f"GIT_{who}_{what}": "1@1.invalid" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    own |= dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2000-01-01T00:00:00Z")
+    subprocess.run(["git", *words], cwd=folder, env={**os.environ, **own}, check=True)
+
+
+def clones(folder, jobs, samples):
+    """A clone for each job, with a tag for each sample: this commit, and empty ones on top."""
+    made = SimpleQueue()
+    for job in range(jobs):
+        clone = Path(folder) / str(job)
+        git(ROOT, "clone", "--quiet", str(ROOT), str(clone))
+        for number in range(samples):
+            git(clone, "tag", f"sample{number}")
+            git(clone, "commit", "--quiet", "--allow-empty", "--message", f"sample {number + 1}")
+        made.put(clone)
+    return made
+
+
 def main():
+    """Plant, count, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=ROOT / "results/local/teeth.json")
+    parser.add_argument("--json", type=Path, default=LOCAL / "teeth.json")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", help="the faults whose name has this text")
+    parser.add_argument("--only", default="", help="faults whose name has this text")
     options = parser.parse_args()
     faults = [(of, mutant) for of, mutants in zip(NAMES, LISTS, strict=True) for mutant in mutants]
     written = [(of, mutant) for of, mutant in faults if isinstance(mutant.plant, Edit) and options.only in str(mutant)]
-    with TemporaryDirectory() as folder:
-        clones = SimpleQueue()
-        for job in range(options.jobs):
-            clone = Path(folder) / str(job)
-            git(ROOT, "clone", "--quiet", str(ROOT), str(clone))
-            for number in range(options.samples):
-                git(clone, "commit", "--quiet", "--allow-empty", "--message", f"sample {number} ")
-                git(clone, "tag", f"sample{number}")
-            clones.put(clone)
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as jobs:
+        free = clones(folder, options.jobs, options.samples)
 
         def judge(fault):
             of, mutant = fault
-            clone = clones.get()
-            number, test = noticed(clone, mutant, options.samples)
-            clones.put(clone)
-            print(mutant, number, test, flush=True)
-            return {"of": of, "fault": str(mutant), "samples": number, "test": test}
+            clone = free.get()
+            samples, test = noticed(clone, mutant, options.samples)
+            free.put(clone)
+            print(f"{mutant}: {test or 'not noticed'}", flush=True)
+            return {"of": of, "fault": str(mutant), "samples": samples, "test": test}
 
-        with ThreadPoolExecutor(options.jobs) as jobs:
-            rows = list(jobs.map(judge, written))
-    machine = hardware(torch.device("cpu"))
-    write_json(
-        options.json, {"commit": commit(), "hardware": machine, "not_texts": len(faults) - len(written), "rows": rows}
-    )
+        rows = list(jobs.map(judge, written))
+        clone = free.get()
+        git(clone, "reset", "--quiet", "--hard", "sample0")
+        alone = failures(clone, "--all", *sorted({row["test"] for row in rows if row["test"]}))
+    if alone:
+        raise InputError(f"these tests fail without a fault too: {', '.join(alone)}")
+    found = {"commit": commit(), "hardware": hardware(torch.device("cpu")), "planted": len(faults), "rows": rows}
+    found["suite"] = json.loads(SUITE.read_text()) if SUITE.exists() else None
+    write_json(options.json, found)
 
 
 if __name__ == "__main__":
