@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from matrix import CELLS
 from torch.distributed.fsdp import FSDPModule
-from training import ADAMW, BUCKET_MB, batch, train_step
+from training import ADAMW, BUCKET_MB, batch, same_bits, train_step
 
 from common import models
 from common.engines import find_engine
@@ -133,8 +133,7 @@ def test_gathered_weights_are_whole(world, peer):
     again = make(peer)
     train_step(again, world)
     whole = again.full_state_dict()
-    assert seen
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in seen.items())
+    assert same_bits(seen, {name: value for name, value in whole.items() if name.startswith("blocks.0.")})
 
 
 @pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if "bf16" in peer.precisions]))
