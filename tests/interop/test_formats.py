@@ -239,9 +239,7 @@ SPOILED = {  # words of the message -> what is done to the state
     "'optim.state.last.weight.exp_avg' has shape [7, 5] there": with_((*WEIGHT, "exp_avg"), torch.ones(7, 5)),
     "'optim.state.gone.step' belongs to no parameter here": with_(("optim", "state", "gone"), {"step": torch.ones(())}),
     "the optimizer here has no option 'momentum'": with_((*GROUPS, 0, "momentum"), 0.9),
-    "'last.bias' is twice in the optimizer's groups there": with_(
-        (*GROUPS, 0, "params"), ["last.weight", "last.empty", "last.bias"]
-    ),
+    "'last.bias' is twice in": with_((*GROUPS, 0, "params"), ["last.weight", "last.empty", "last.bias"]),
     "'gone', which is no parameter here": with_((*GROUPS, 1, "params"), ["gone"]),
     "parameter 'last.bias' is floating, of shape [5], fr": with_((*GROUPS, 1, "params"), []),
     "'step' of 'last.weight' and 'last.empty' differ there": with_((*WEIGHT, "step"), torch.tensor(9.0)),
