@@ -30,12 +30,13 @@ NEED_EVERY_PARAMETER = (peers.DeepSpeed1, peers.DeepSpeed2)
 missing = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
-def parameters(found):
-    marks = {peer: missing if issubclass(peer, peers.DeepSpeed1) else () for peer in found}
-    return [pytest.param(peer, marks=marks[peer], id=peer.name) for peer in found]
+def case(peer, *others):
+    """A test's case, skipped if the peer's library is not installed."""
+    mark = missing if issubclass(peer, peers.DeepSpeed1) else ()
+    return pytest.param(peer, *others, marks=mark, id="-".join([*others[:1], peer.name]))
 
 
-every_peer = pytest.mark.parametrize("peer", parameters(HOLDS))
+every_peer = pytest.mark.parametrize("peer", [case(peer) for peer in HOLDS])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +75,7 @@ def test_ten_adamw_steps_end_with_the_whole_weights_of_ddp_and_hold_the_states_o
         assert mean == pytest.approx(per_parameter * count, rel=5e-3)  # step counts
 
 
-@pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if peer not in NEED_EVERY_PARAMETER]))
+@pytest.mark.parametrize("peer", [case(peer) for peer in HOLDS if peer not in NEED_EVERY_PARAMETER])
 def test_parameters_that_a_rank_does_not_use_are_trained_as_ddp_does(worlds, peer):
     if issubclass(peer, peers.FSDP2) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip(f"FSDP2 of torch {torch.__version__} cannot")
@@ -136,7 +137,7 @@ def test_gathered_weights_are_whole(world, peer):
     assert same_bits(seen, {name: value for name, value in whole.items() if name.startswith("blocks.0.")})
 
 
-@pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if "bf16" in peer.precisions]))
+@pytest.mark.parametrize("peer", [case(peer) for peer in HOLDS if "bf16" in peer.precisions])
 @pytest.mark.parametrize("model", ["gpt-tiny", "mlp"])  # integer inputs, floating inputs
 def test_bf16_trains_fp32_weights_close_to_those_of_fp32(worlds, model, peer):
     weights, losses, _ = worlds(2).run(functools.partial(train, precision="bf16"), peer, model)[0]
@@ -190,14 +191,8 @@ WHY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "peer", "why"),
-    [
-        pytest.param(what, peer, why, id=f"{what}-{peer.name}", marks=parameters([peer])[0].marks)
-        for (what, peer), why in WHY.items()
-    ],
-)
-def test_a_peer_says_what_it_does_not_do(world, what, peer, why):
+@pytest.mark.parametrize(("peer", "what", "why"), [case(peer, what, why) for (what, peer), why in WHY.items()])
+def test_a_peer_says_what_it_does_not_do(world, peer, what, why):
     with pytest.raises(NotImplementedError, match=why):
         REFUSED[what](peer)
 
