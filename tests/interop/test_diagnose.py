@@ -95,10 +95,7 @@ def test_every_engine_is_equal_to_the_bit_where_the_function_is_right(found, fun
         ("unused_in_turns", "had no gradient in some steps or on some ranks"),
         ("same_data", "all 2 ranks have the same losses"),
         ("rates_by_rank", "step 1, lr of parameter group 0 is 0.1 on rank 0, 0.05 on rank 1"),
-        (
-            "writes_by_rank",
-            "under plain DDP 3.bias of rank 1 differs from rank 0's after step 2: the ranks write weights",
-        ),
+        ("writes_by_rank", "plain DDP 3.bias of rank 1 differs from rank 0's after step 2: the ranks write weights"),
         ("scheduled_by_micro_batch", "lr of parameter group 0 is 0.1 in the first backward and 0.05 in step()"),
         ("dropout_seeded_alike", "all ranks draw the same random numbers in a forward"),
         ("unequal_batches", "in step 1 inputs have 56 to 64 elements"),

@@ -93,26 +93,21 @@ EXPORT = LIMITED.format("from interop.export import main", "main(sys.argv[2:])")
 READ_ALL = LIMITED.format("from safetensors.torch import load_file", "load_file(sys.argv[2])")
 
 
-def large_checkpoint(folder):
-    """A checkpoint of two ranks, made by hand; each rank holds half of every tensor."""
-    half = ELEMENTS // 2
-    values, files = torch.arange(half, dtype=torch.float32), []
-    for rank in range(2):
-        told = {f"parameters/{number}@{rank * half}": (torch.float32, (half,)) for number in range(TENSORS)}
-        name = f"000001-rank-{rank:05}.safetensors"
-        checksum = tensor_file.write(folder / name, told, lambda name, rank=rank: values + rank, {"extra": "null"})
-        files.append({"name": name, "sha256": checksum})
-    shapes = {str(number): [2, half] for number in range(TENSORS)}
-    by_hand(folder, shapes, [[0, 0, half], [1, half, ELEMENTS]], files)
-
-
-def by_hand(folder, shapes, pieces, files):
-    """The index of fp32 parameters, {name: shape}, all split alike."""
-    others = {"dtype": "float32", "group": 0, "states": [], "scalars": {"dict": []}, "pieces": pieces}
-    parameters = {name: {"shape": shape, **others} for name, shape in shapes.items()}
+def by_hand(folder, names, shape, *ranks):
+    """A checkpoint of fp32 parameters that are all alike; each rank holds these elements of every one."""
+    folder.mkdir(exist_ok=True)
+    files, pieces, begin = [], [], 0
+    for rank, values in enumerate(ranks):
+        told = {f"parameters/{name}@{begin}": (torch.float32, values.shape) for name in names}
+        file = f"000001-rank-{rank:05}.safetensors"
+        checksum = tensor_file.write(folder / file, told, lambda name, values=values: values, {"extra": "null"})
+        files.append({"name": file, "sha256": checksum})
+        pieces.append([rank, begin, begin + len(values)])
+        begin += len(values)
+    alike = {"shape": shape, "dtype": "float32", "group": 0, "states": [], "scalars": {"dict": []}, "pieces": pieces}
     index = {"optimizer": "SGD", "groups": [{"dict": []}], "loss_scaler": None, "buffers": {}}
-    index |= {"tied": {}, "extra_state": {}}
-    replace_index(folder, {**index, "world_size": len(files), "parameters": parameters, "files": files})
+    index |= {"tied": {}, "extra_state": {}, "world_size": len(ranks), "files": files}
+    replace_index(folder, {**index, "parameters": dict.fromkeys(names, alike)})
 
 
 def limited(program, room, *arguments):
@@ -124,8 +119,8 @@ def limited(program, room, *arguments):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps RLIMIT_DATA")
 def test_a_model_larger_than_the_memory_is_exported(tmp_path):
     folder, file, model = tmp_path / "checkpoint", tmp_path / "file", TENSORS * ELEMENTS * 4
-    folder.mkdir()
-    large_checkpoint(folder)
+    half = torch.arange(ELEMENTS // 2, dtype=torch.float32)
+    by_hand(folder, list(map(str, range(TENSORS))), [2, ELEMENTS // 2], half, half + 1)
     ended = limited(EXPORT, ROOM, folder, file)
     assert model > ROOM
     assert ended.returncode == 0, ended.stderr
@@ -134,7 +129,7 @@ def test_a_model_larger_than_the_memory_is_exported(tmp_path):
     with tensor_file.Source(file) as source:
         assert len(source.tensors) == TENSORS
         last = source.get_tensor(str(TENSORS - 1))
-    assert torch.equal(last, torch.arange(ELEMENTS // 2) + torch.tensor([[0.0], [1.0]]))
+    assert torch.equal(last, torch.stack([half, half + 1]))
     assert limited(READ_ALL, ROOM, file).returncode != 0  # the limit takes effect
 
 
@@ -166,11 +161,8 @@ def test_the_newest_complete_step_of_a_runs_folder_is_exported_and_named(checkpo
     assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-def test_a_missing_checkpoint_is_named(tmp_path, capsys):
+def test_a_missing_or_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, capsys):
     assert "there is no checkpoint" in unexported(capsys, tmp_path / "missing", tmp_path / "file")
-
-
-def test_a_damaged_file_is_not_exported(checkpoint, tmp_path, capsys):
     file = checkpoint / "000001-rank-00001.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -182,14 +174,10 @@ def test_a_damaged_file_is_not_exported(checkpoint, tmp_path, capsys):
 
 def test_a_value_that_would_become_infinite_is_named_unless_that_is_asked_for(tmp_path, capsys):
     values = torch.tensor([1.0, torch.inf, 65520.0])
-    told = {"parameters/w@0": (torch.float32, (3,))}
-    name = "000001-rank-00000.safetensors"
-    checksum = tensor_file.write(tmp_path / name, told, lambda _: values, {"extra": "null"})
-    by_hand(tmp_path, {"w": [3]}, [[0, 0, 3]], [{"name": name, "sha256": checksum}])
-    folder, file = tmp_path, tmp_path.parent / "file"
-    assert "'w' has finite values that are infinite in torch.float16" in unexported(
-        capsys, folder, file, "--dtype=fp16"
-    )
+    folder, file = tmp_path / "checkpoint", tmp_path / "file"
+    by_hand(folder, ["w"], [3], values)
+    said = unexported(capsys, folder, file, "--dtype=fp16")
+    assert "'w' has finite values that are infinite in torch.float16" in said
     assert not file.exists()
     main([str(folder), str(file), "--dtype=bf16"])
     main([str(folder), str(file), "--dtype=fp16", "--allow-overflow"])
@@ -230,10 +218,9 @@ def test_a_folder_that_exists_is_refused(checkpoint, tmp_path, capsys, form):
     assert "the checkpoint's own folder" in unexported(capsys, checkpoint, checkpoint / "new", f"--format={form}")
     assert "there is no checkpoint" in unexported(capsys, tmp_path / "folder", tmp_path / "new", f"--format={form}")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
-    assert "keeps all dtypes" in refused(
-        capsys, main, [str(checkpoint), str(tmp_path / "new"), f"--format={form}", "--dtype=bf16"]
-    )
-    main([str(checkpoint), str(tmp_path / "new"), f"--format={form}"])
+    exports = [str(checkpoint), str(tmp_path / "new"), f"--format={form}"]
+    assert "keeps all dtypes" in refused(capsys, main, [*exports, "--dtype=bf16"])
+    main(exports)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link", "new"]
 
 

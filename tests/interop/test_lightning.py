@@ -7,7 +7,7 @@ import hugging_face as hf
 import pytest
 import torch
 from torch import nn
-from training import SEVEN
+from training import SEVEN, same_bits
 
 from common.engines import find_engine
 from common.errors import InputError
@@ -148,13 +148,13 @@ def test_a_fit_by_an_engine_is_that_by_ddp_and_a_plain_loop(world, name, what):
     (losses, *stock, weights), (ours, *told, other) = found
     looped, weights_of_loop = plain(world, name, **CASES[what])
     assert ours == looped
-    assert hf.equal(other, weights_of_loop)
+    assert same_bits(other, weights_of_loop)
     assert told[:2] == stock[:2]
     if what in ("plain", "autocast"):
         assert ours == losses
         assert told[2:4] == stock[2:4]
         assert torch.equal(told[4], stock[4])
-        assert hf.equal(other, weights)
+        assert same_bits(other, weights)
     else:
         assert ours == pytest.approx(losses, rel=1e-5)
         assert relative_difference(other, weights) < 1e-5
@@ -172,7 +172,7 @@ def test_a_fit_goes_on_from_a_checkpoint_and_another_trainer_tests_it(world, tmp
             again = trainer_of(2, name, saves_to=tmp_path / "again")
             losses, *rest = fit(again, module_of(), ckpt_path=path)
             assert [losses, *rest] == [whole[0][begin:], *whole[1:]]
-            assert hf.equal(weights_of(again), weights_of(trainer))
+            assert same_bits(weights_of(again), weights_of(trainer))
         fresh = trainer_of(2, name)
         assert fresh.test(module_of(), loader(2), ckpt_path=last, verbose=False) == told
 
@@ -233,7 +233,7 @@ def loaded(world, folder):
 def test_an_engine_fabric_and_a_trainer_load_the_folder_at_another_world_size(worlds, tmp_path):
     weights, *_ = worlds(2).run(saved, tmp_path / "saved")
     for found in worlds(1).run(loaded, tmp_path / "saved")[0]:
-        assert hf.equal(found, weights)
+        assert same_bits(found, weights)
 
 
 def fill(name, tensor):
@@ -261,7 +261,7 @@ def test_layers_made_on_the_meta_device_have_the_values_that_init_gives(world, t
                 fill(name, parameter)
             losses, *_ = fit(trainer, module)
             found.append((losses, weights_of(trainer)))
-    assert all(losses == found[0][0] and hf.equal(weights, found[0][1]) for losses, weights in found)
+    assert all(losses == found[0][0] and same_bits(weights, found[0][1]) for losses, weights in found)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -297,10 +297,7 @@ def no_checkpoint(folder):
 REFUSED = {
     "16-bit weights": (run(precision="bf16-true"), "^precision='bf16-true': give"),
     "two precisions": (run({"precision": "bf16"}, precision="bf16-mixed"), "^'bf16-mixed' is autocast"),
-    "values clipped": (
-        run(gradient_clip_val=1.0, gradient_clip_algorithm="value"),
-        "^gradient_clip_algorithm='value': ranks",
-    ),
+    "values clipped": (run(gradient_clip_val=1.0, gradient_clip_algorithm="value"), "^gradient_clip_algorithm='value'"),
     "manual optimization": (run(changed={"automatic_optimization": False}), "^automatic_optimization=False"),
     "batch norms": (run(sync_batchnorm=True), "^sync_batchnorm=True: write"),
     "no optimizer": (run(changed={"configure_optimizers": lambda: None}), "takes one optimizer, .* not 0$"),

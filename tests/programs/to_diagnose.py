@@ -29,10 +29,11 @@ def losses(engine, steps=100, samples=8):
         yield nn.functional.cross_entropy(engine(x).float(), target)
 
 
-def loop(engine, *after, **how):
-    """Train; `after` is called after each step."""
+def loop(engine, *after, before=lambda: None, **how):
+    """Train; `before` is called before each step, and `after` after it."""
     for loss in losses(engine, **how):
         engine.backward(loss)
+        before()
         engine.step()
         for call in after:
             call()
@@ -115,19 +116,13 @@ def same_data(Engine):
 
 def rates_by_rank(Engine):
     engine = Engine(model_of(), SGD)
-    for loss in losses(engine):
-        engine.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
-        engine.backward(loss)
-        engine.step()
+    engine.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
+    loop(engine)
 
 
 def writes_by_rank(Engine):
     engine = Engine(model_of(), SGD)
-    for number, loss in enumerate(losses(engine), 1):
-        engine.backward(loss)
-        engine.step()
-        if number == 1 and dist.get_rank() == 1:
-            engine.module[-1].bias.data.zero_()
+    loop(engine, lambda: engine.module[-1].bias.data.mul_(1 - dist.get_rank()))
 
 
 def scheduled_by_micro_batch(Engine):
@@ -169,10 +164,7 @@ def unequal_accumulation(Engine):
 
 def clips_by_hand(Engine):
     engine = Engine(model_of(), SGD)
-    for loss in losses(engine):
-        engine.backward(loss)
-        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
-        engine.step()
+    loop(engine, before=lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1))
 
 
 def reads_a_weight(Engine):
@@ -229,8 +221,7 @@ def never_steps(Engine):
 
 
 def raises(Engine):
-    engine = Engine(model_of(), SGD)
-    engine(torch.randn(8, 9))
+    Engine(model_of(), SGD)(torch.randn(8, 9))
 
 
 def two_engines(Engine):

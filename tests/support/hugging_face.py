@@ -111,11 +111,6 @@ def logged(made, *names):
     return {name: [entry[name] for entry in made.state.log_history if name in entry] for name in names}
 
 
-def equal(one, other):
-    """Whether two models have the same keys and bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def check_refused(world, words, call):
     """Assert that a call is refused on this rank, in one line that contains the words."""
     with as_by_torchrun(world), pytest.raises((InputError, ValueError, RuntimeError)) as error:

@@ -21,25 +21,13 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, width=32, letters=64):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(letters, width), nn.Linear(width, letters, bias=False)
-        self.blocks, self.norm = nn.ModuleList(Block(width) for _ in range(3)), nn.LayerNorm(width)
-
-    def forward(self, letters):
-        x = self.embedding(letters)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 torch.manual_seed(0)
-model = Model()
+blocks = [Block(32) for _ in range(3)]
+model = nn.Sequential(nn.Embedding(64, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, 64, bias=False))
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 how = {"mesh": mesh, "reshard_after_forward": reshard, **({"mp_policy": policy} if precision == "bf16" else {})}
-for block in model.blocks:
+for block in blocks:
     fully_shard(block, **how)
 fully_shard(model, **how)
 decayed = [p for p in model.parameters() if p.dim() > 1]
