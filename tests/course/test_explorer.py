@@ -9,7 +9,7 @@ import re
 import shlex
 
 import pytest
-from browsing import CONTRAST, SMALLEST, opening
+from browsing import CONTRAST, assert_fits, opening, shards_shown
 
 from course import site
 from course.explorer.page import explorer
@@ -176,9 +176,7 @@ def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
     assert stepper.locator(".count").inner_text().startswith("Event 3 of")
     page.keyboard.press("End")
     last = recorded["stage1_os"]["events"][-1]
-    shown = stepper.locator(".ranks .shards").evaluate_all(
-        "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
-    )
+    shown = shards_shown(stepper)
     assert shown == [states for bucket in last.cells[0] for of_rank in last.cells for states in of_rank[bucket]]
     page.locator("#engines button").first.click()
     assert page.locator(".stepper").locator("visible=true").get_attribute("data-side") == "stage0_ddp"
@@ -189,8 +187,7 @@ def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
 @pytest.mark.parametrize(("screen", "scheme"), [("phone", "dark"), ("laptop", "light"), ("projector", "dark")])
 def test_it_fits_its_screen_in_letters_that_can_be_read(opened, screen, scheme):
     page = opened("params=1e13&gpu=h200-141g&world_size=2240&way=7", screen, scheme)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate(SMALLEST) >= {"phone": 10, "laptop": 10, "projector": 13}[screen]
+    assert_fits(page, screen)
     assert page.evaluate(CONTRAST)[1] > 7
     if screen != "phone":  # the results are visible next to the sliders
         assert page.locator("#ways").evaluate("ways => ways.getBoundingClientRect().bottom < innerHeight")
