@@ -367,8 +367,8 @@ def test_a_page_fits_its_screen_in_letters_that_can_be_read(opened, pair, screen
 
 def test_light_and_dark_by_the_system_and_by_the_button(opened):
     file = file_of(INCREMENTS[0])
-    light = opened(file, scheme="light")
-    (white, one), (black, other) = (page.evaluate(CONTRAST) for page in (light, opened(file, scheme="dark")))
+    light, dark = (opened(file, scheme=scheme) for scheme in ("light", "dark"))
+    (white, one), (black, other) = light.evaluate(CONTRAST), dark.evaluate(CONTRAST)
     assert white != black
     assert min(one, other) > 7
     for color in (black, white):
@@ -389,10 +389,8 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         stepper.locator("input").fill("7")
         assert stepper.locator(".count").inner_text().startswith("Event 8 of")
         order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # secondary shards after parameters
-        cells_of = recorded[name]["events"][7].cells
-        assert shards_shown(stepper) == [
-            cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order
-        ]
+        shown, cells_of = shards_shown(stepper), recorded[name]["events"][7].cells
+        assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
         stepper.locator("[data-go=last]").click()
         counted = recorded[name]["events"][-1].bytes
         for what in counted.keys() & {"sent", *notes.WAYS}:
@@ -402,22 +400,20 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
 def test_the_stepper_steps_by_keys_and_plays(opened):
     page = opened(file_of(INCREMENTS[2]))
     count, other = (page.locator(f".stepper[data-side={side}] .count") for side in ("after", "before"))
-    to_next = ["Tab"] * 4 + ["Enter"]  # past First, Back and Play
-    for focused, keys, seen in (
-        (None, ["ArrowRight"], "Event 2 of"),
-        (None, ["ArrowRight"], "Event 3 of"),
-        (None, ["ArrowLeft"], "Event 2 of"),
-        ("before", to_next, "Event 3 of"),
-        (None, ["End"], r"Event (\d+) of \1,"),
-        (None, ["Home"], "Event 1 of"),
-        ("after", ["ArrowRight"], "Event 2 of"),
-    ):
-        if focused:
-            page.locator(f"[data-side={focused}] input").focus()
-        for key in keys:
-            page.keyboard.press(key)
-        assert re.match(seen, count.inner_text())
-    assert other.inner_text().startswith("Event 1 of")
+    for key, number in (("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2)):
+        page.keyboard.press(key)
+        assert count.inner_text().startswith(f"Event {number} of")
+    page.locator("[data-side=before] input").focus()
+    for key in (*["Tab"] * 4, "Enter"):  # past First, Back and Play to Next
+        page.keyboard.press(key)
+    assert count.inner_text().startswith("Event 3 of")
+    page.keyboard.press("End")
+    assert re.match(r"Event (\d+) of \1,", count.inner_text())
+    page.keyboard.press("Home")
+    assert [of.inner_text()[:11] for of in (count, other)] == ["Event 1 of "] * 2
+    page.locator("[data-side=after] input").focus()
+    page.keyboard.press("ArrowRight")
+    assert count.inner_text().startswith("Event 2 of")
     page.keyboard.press(" ")
     page.wait_for_function("document.querySelector('[data-side=after] .count').innerText.startsWith('Event 3 of')")
     page.keyboard.press(" ")
