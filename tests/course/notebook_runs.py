@@ -12,15 +12,10 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MORE = {  # run after a notebook's last cell: right answers, then wrong ones
     "00_start_here": {
         "solutions": """
-def model_state_bytes(stage, n, parameters):
-    shares = (stage < 3, 4), (stage < 2, 4), (stage < 1, 8)
-    return parameters * sum(size if whole else size / n for whole, size in shares)
-
-def sent_bytes(stage, n, parameters):
-    return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 2 * parameters + GATHERED_TWICE)
-
-questions.by_stage(model_state_bytes, results, "model_state_bytes")
-questions.by_stage(sent_bytes, results, "wire_bytes_per_step")
+states = lambda stage, n, parameters: parameters * (16, 8 + 8 / n, 4 + 12 / n, 16 / n)[stage]
+sent = lambda stage, n, parameters: 4 * (n - 1) / n * (2 * parameters + GATHERED_TWICE * (stage == 3))
+questions.by_stage(states, results, "model_state_bytes")
+questions.by_stage(sent, results, "wire_bytes_per_step")
 questions.stage_and_ranks((2, 7))""",
         "mistakes": """
 questions.by_stage(lambda stage, n, parameters: 16 * parameters, results, "model_state_bytes")

@@ -100,10 +100,7 @@ def test_it_states_the_figures_of_the_command_that_it_names(opened):
                 expected = {**dict.fromkeys(plan.SWITCHES, True), **theirs[key]} if whole else theirs[key]
                 assert mine[key] == near(expected), said
         advice = stated.get("advised")
-        if advice is None:
-            assert planned["advice"].startswith("Nothing fits")
-        else:
-            assert planned["advice"].startswith(stated["rows"][advice]["way"])
+        assert planned["advice"].startswith("Nothing fits" if advice is None else stated["rows"][advice]["way"])
     assert refused < DRAWN / 2
 
 
@@ -120,14 +117,11 @@ def test_a_run_that_papers_tell_of_is_the_planners(opened, landmark):
     model, gpu, ranks = (plan.LANDMARKS[landmark][name] for name in ("model", "gpu", "world_size"))
     gpu = re.search(r"[A-Z]\d{3}", plan.PRESETS[gpu].name)[0]
     page.locator("#landmark").select_option(f"{model} on {ranks} × {gpu}")
-    mine, theirs = (
-        plan.plan(plan.parser().parse_args(arguments))
-        for arguments in (shlex.split(page.locator("#command").inner_text())[3:], ["--landmark", landmark])
-    )
+    command = shlex.split(page.locator("#command").inner_text())
+    mine, theirs = (plan.plan(plan.parser().parse_args(given)) for given in (command[3:], ["--landmark", landmark]))
     assert mine["rows"] == theirs["rows"]
     chosen = mine["rows"][int(page.locator("[name=way]:checked").get_attribute("value"))]
-    assert chosen["engine"] == theirs["ran"]
-    assert chosen["fits"]
+    assert (chosen["engine"], chosen["fits"]) == (theirs["ran"], True)
     assert page.locator(".way:has(:checked) .fits").inner_text() == "fits"
 
 
@@ -144,8 +138,7 @@ def test_sliders_go_by_key_and_the_address_has_the_setting(opened):
     page.locator("#world_size").focus()
     before = page.locator(".total").all_inner_texts()
     page.keyboard.press("ArrowRight")
-    slider = page.locator("#world_size")
-    assert slider.get_attribute("aria-valuetext") == "96"
+    assert page.locator("#world_size").get_attribute("aria-valuetext") == "96"
     assert page.locator("output[for=world_size]").inner_text() == "96"
     assert page.locator(".total").all_inner_texts() != before
     page.locator("[name=way]:checked").focus()
@@ -203,10 +196,8 @@ def test_the_sliders_stay_in_sight_beside_the_results_and_cover_no_step(opened):
 
 def test_every_control_and_every_picture_has_a_name(opened):
     page = opened()
-    said = page.locator("input, select, button").evaluate_all(
-        "all => all.map((one) => one.labels?.[0]?.innerText || one.innerText || one.ariaLabel)"
-    )
-    assert all(said)
+    name = "one.labels?.[0]?.innerText || one.innerText || one.ariaLabel"
+    assert all(page.locator("input, select, button").evaluate_all(f"all => all.map((one) => {name})"))
     assert all(page.locator("[role=img]").evaluate_all("all => all.map((one) => one.ariaLabel)"))
 
 

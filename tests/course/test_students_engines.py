@@ -1,7 +1,6 @@
 """Engines that students build: the stages' own lines solve the notebooks, and each mistake gets its hint."""
 
 import contextlib
-import importlib
 import io
 import linecache
 import re
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from machine import PATIENCE
-from notebook_runs import NOTEBOOKS, read
+from notebook_runs import code, read
+from places import ROOT
 
 from course.pages.building import check, open_lines
 from course.pages.notebook import Ranks
@@ -20,7 +20,6 @@ from stage1_os.minimal import ShardedOptimizer
 
 WRITTEN = tomllib.loads(Path(__file__).with_name("students_engines.toml").read_text(encoding="utf-8"))
 ONE, TWO, THREE = WRITTEN
-PATHS = {path.stem: path for path in NOTEBOOKS}
 MISTAKES = [
     pytest.param(stage, {int(n): line for n, line in one["lines"].items()}, one["said"], id=f"{stage}-{one['name']}")
     for stage, of in WRITTEN.items()
@@ -37,8 +36,7 @@ def ranks():
 
 def solutions(stage):
     """The marked lines by their numbers, as in the stage's page."""
-    page = importlib.import_module(f"{stage}.minimal").__file__
-    lines = [line.strip() for line in linecache.getlines(page)]
+    lines = [line.strip() for line in (ROOT / stage / "minimal.py").read_text().splitlines()]
     begins = enumerate(WRITTEN[stage]["begins"], start=1)
     return {n: next(line for line in lines if line.startswith(begin)) for n, begin in begins}
 
@@ -62,8 +60,7 @@ def run_cell(source, names):
 
 def opened(stage, ranks):
     """A notebook's cells by their ids, and the namespace of its imports, with the ranks of this test."""
-    notebook = read(PATHS[WRITTEN[stage]["page"]])
-    cells = {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
+    cells = {cell.id: cell.source for cell in code(read(ROOT / "notebooks" / f"{WRITTEN[stage]['page']}.ipynb"))}
     names = {"__name__": "student"}  # a module that ranks cannot import, so classes travel by value
     run_cell(cells["imports"].replace("%matplotlib inline", ""), names)
     names.update(ranks=ranks, RANKS=ranks.size)
@@ -73,9 +70,8 @@ def opened(stage, ranks):
 def build(stage, ranks, lines):
     """The class of a notebook with these lines, and its parts."""
     cells, names = opened(stage, ranks)
-    for source in cells.values():
-        if "# YOUR LINE" in source:
-            run_cell(fill(source, lines), names)
+    for source in (source for source in cells.values() if "# YOUR LINE" in source):
+        run_cell(fill(source, lines), names)
     return names[WRITTEN[stage]["class"]], [names[part] for part in WRITTEN[stage]["parts"]]
 
 
