@@ -125,12 +125,17 @@ def test_a_run_that_papers_tell_of_is_the_planners(opened, landmark):
     assert page.locator(".way:has(:checked) .fits").inner_text() == "fits"
 
 
-def test_figure_1_of_the_zero_paper_in_words(opened):
-    page, said = opened(), []
-    for way in range(4):
-        page.locator("[name=way]").nth(way).check()
-        said.append(re.search(r"([\d.]+ GB) of model states", page.locator("#said").inner_text())[1])
-    assert said == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        *((f"way={way}", rf"\b{gb} GB of model states") for way, gb in enumerate(("120", "31.4", "16.6", "1.88"))),
+        ("world_size=8&pipeline=12", "^Tensor × pipeline, 12, does not divide 8 GPUs: choose other degrees.$"),
+        ("gpu=abacus&world_size=-3&way=99&model=x&params=no", "GB of model states"),
+    ],
+    ids=[*(f"figure 1 of the ZeRO paper, stage {stage}" for stage in range(4)), "no such degrees", "no sense"],
+)
+def test_an_address_is_put_into_words_and_what_makes_no_sense_is_the_usual_setting(opened, setting, said):
+    assert re.search(said, opened(setting).locator("#said").inner_text())
 
 
 def test_sliders_go_by_key_and_the_address_has_the_setting(opened):
@@ -149,15 +154,6 @@ def test_sliders_go_by_key_and_the_address_has_the_setting(opened):
     for place in ("#said", "#command", "#ways", "#moved"):
         assert again.locator(place).inner_text() == page.locator(place).inner_text()
     assert "--with hierarchical=False" in again.locator("#command").inner_text()
-
-
-def test_an_address_that_makes_no_sense_shows_the_usual_setting(opened):
-    assert opened("gpu=abacus&world_size=-3&way=99&model=x&params=no").locator("#said").inner_text()
-
-
-def test_degrees_that_do_not_divide_the_gpus_are_refused(opened):
-    page = opened("world_size=8&pipeline=12")
-    assert page.locator("#said").inner_text() == "Tensor × pipeline, 12, does not divide 8 GPUs: choose other degrees."
 
 
 def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):

@@ -201,12 +201,12 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
     ):
         for what, nbytes in books[1].get(name, {}).items():
             assert not nbytes or shown[f"{names[what]} {where}"] == ["-", show_bytes(nbytes)]
-    device = " on the device" if "host_state_bytes" in books[1] else ""
-    for said, name in ((f"model states{device}", "model_state_bytes"), ("sent in a step", "wire_bytes_per_step")):
-        assert shown[said] == [show_bytes(sum(book[name].values())) for book in books]
+    sums = {f"model states{' on the device' if 'host_state_bytes' in books[1] else ''}": "model_state_bytes"}
+    sums["sent in a step"] = "wire_bytes_per_step"
     if pair[1] == "zeropp":
-        left = [show_bytes(sum(book["internode_bytes_per_step"].values())) for book in books]
-        assert shown["left the node in a step"] == left
+        sums["left the node in a step"] = "internode_bytes_per_step"
+    for said, name in sums.items():
+        assert shown[said] == [show_bytes(sum(book[name].values())) for book in books]
 
 
 def test_the_hosts_gradients_go_down_after_the_reduction_and_parameters_up_before_the_gather(recorded):
@@ -331,14 +331,12 @@ def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
     for pair in INCREMENTS:
         text = (pages / file_of(pair)).read_text()
         ticks = [re.findall(r'class="tick" style="bottom:([\d.]+)%">(\d+)', half) for half in text.split("<figure")[1:]]
-        assert len(ticks) == 2
-        assert ticks[0] == ticks[1]
+        assert ticks == [ticks[0]] * 2
     phases = [phase for phase in ("forward", "backward", "step") for _ in range(300)]
     samples = [(phase, dict.fromkeys(chart.CLASSES, 10)) for phase in phases]
     samples[777] = ("step", dict.fromkeys(chart.CLASSES, 20))
     drawn = chart.timeline("", {"device": samples}, top=20 * len(chart.CLASSES))
-    heights = [float(height) for height in re.findall(r"[ML]\d+ ([\d.]+)H", drawn)]
-    assert min(heights) == 0
+    assert min(map(float, re.findall(r"[ML]\d+ ([\d.]+)H", drawn))) == 0
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------
@@ -418,23 +416,22 @@ def test_the_stepper_steps_by_keys_and_plays(opened):
     page.wait_for_function("document.querySelector('[data-side=after] .count').innerText.startsWith('Event 3 of')")
     page.keyboard.press(" ")
     assert page.locator("[data-side=after] [data-go=play]").inner_text() == "Play"
-    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"  # the focus is visible
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"  # the focus is visible
 
 
 def test_two_keys_step_both_engines_from_one_shared_moment_to_the_next(opened):
     page = opened(file_of(INCREMENTS[2]))
     both, sentences = page.locator(".moment"), page.locator(".stepper .sentence")
-    for _ in range(3):  # wte and wpe, blocks.0, blocks.1
-        page.keyboard.press("n")
-    assert both.inner_text() == "Both at: forward of blocks.1"
+    for keys, moment in (
+        ("nnn", "Both at: forward of blocks.1"),  # past wte and wpe, and blocks.0
+        (["ArrowRight"], "Each at a moment of its own"),
+        ("p", "Both at: forward of blocks.1"),
+    ):
+        for key in keys:
+            page.keyboard.press(key)
+        assert both.inner_text() == moment
     assert all("blocks.1" in said for said in sentences.all_inner_texts())
-    page.keyboard.press("ArrowRight")
-    assert both.inner_text() == "Each at a moment of its own"
-    page.keyboard.press("p")
-    assert both.inner_text() == "Both at: forward of blocks.1"
-    page.locator("[data-both='-1']").focus()
-    page.keyboard.press("Enter")
+    page.locator("[data-both='-1']").press("Enter")
     assert both.inner_text() == "Both at: forward of blocks.0"
     for _ in range(30):
         page.keyboard.press("n")
@@ -458,17 +455,14 @@ def test_a_print_shows_all_folds_both_engines_and_no_controls(opened):
 @PAIRS
 def test_every_picture_says_what_it_shows(opened, recorded, pair):
     page = opened(file_of(pair))
-    said = page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)")
-    assert all(said)
+    assert all(page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)"))
     says = "all => all.map((one) => one.getAttribute('role') + one.ariaLabel)"
     charts = page.locator(".plot:not(.narrow) svg").evaluate_all(says)
     for chart_says, name in zip(charts, pair, strict=True):
         highest = sum(chart.peak(recorded[name]["samples"]["device"]).values())
         assert re.match(r"img[\w+ -]+: live bytes .* peak in (for|back)ward with ", chart_says)
         assert show_bytes(highest) in chart_says
-    beside = page.locator(".narrow svg").evaluate_all(says)
-    areas = recorded[pair[1]]["areas"][1:]
-    assert len(beside) == len(areas)
+    beside, areas = page.locator(".narrow svg").evaluate_all(says), recorded[pair[1]]["areas"][1:]
     for area_says, area in zip(beside, areas, strict=True):
         books = recorded[pair[1]]["measured"][f"{area}_state_bytes"]
         assert all(show_bytes(nbytes) in area_says for nbytes in books.values() if nbytes)

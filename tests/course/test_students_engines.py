@@ -91,21 +91,25 @@ def test_the_lines_of_the_page_solve_a_notebook_and_right_answers_its_questions(
         assert re.search(f"not yet: .*{hint}", run_cell(cells[name].replace("None", wrong), names)), name
 
 
-@pytest.mark.parametrize(("stage", "lines", "sentence"), MISTAKES)
-def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, lines, sentence):
+def said_of(capsys, ranks, stage, lines):
+    """What is said of a mistake."""
     make, parts = build(stage, ranks, solutions(stage) | lines)
     assert not check(ranks, make, stage, *parts)
-    assert re.search(f"not yet: .*{sentence}", capsys.readouterr().out)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stage", "lines", "sentence"), MISTAKES)
+def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, lines, sentence):
+    assert re.search(f"not yet: .*{sentence}", said_of(capsys, ranks, stage, lines))
 
 
 def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
     """The order shows from 3 ranks on."""
     three = Ranks(3, timeout=PATIENCE)
     lines = {1: "return sum(reversed(received.chunk(dist.get_world_size()))) / dist.get_world_size()"}
-    make, parts = build(ONE, three, solutions(ONE) | lines)
-    assert not check(three, make, ONE, *parts)
+    told = said_of(capsys, three, ONE, lines)
     three.close()
-    assert "is the mean, except its last bits. Think about the order of the sum" in capsys.readouterr().out
+    assert "is the mean, except its last bits. Think about the order of the sum" in told
 
 
 def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
@@ -124,9 +128,7 @@ def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
 def test_a_rank_that_waits_is_ended_with_a_sentence(capsys):
     ranks = Ranks(2, timeout=2)
     lines = {5: "if dist.get_rank(): dist.all_gather(list(self.parameters.chunk(2)), self.shard.data)"}
-    make, parts = build(ONE, ranks, solutions(ONE) | lines)
-    assert not check(ranks, make, ONE, *parts)
-    assert "a rank waits in a collective" in capsys.readouterr().out
+    assert "a rank waits in a collective" in said_of(capsys, ranks, ONE, lines)
     assert not ranks._world.alive
 
 
