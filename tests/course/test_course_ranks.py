@@ -1,6 +1,7 @@
 """A notebook's ranks run a cell's functions, show their output rank by rank, and are replaced after a failure."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from machine import PATIENCE
@@ -16,13 +17,9 @@ def pages(monkeypatch):
     """The HTML of each redraw."""
     shown = []
 
-    class Shown:
-        def update(self, page):
-            shown.append(page.data)
-
-    def display(page, display_id):
+    def display(page, display_id=None):
         shown.append(page.data)
-        return Shown()
+        return SimpleNamespace(update=display)
 
     monkeypatch.setattr(notebook, "display", display)
     return shown

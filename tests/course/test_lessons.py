@@ -264,13 +264,12 @@ def test_stage_3_gathers_the_next_unit_before_this_one_computes_and_computes_wit
         gathers[event.phase, event.about] = number
         assert ("prefetch" in event.within) == (event.about != "the root")
     for phase, step in (("forward", 1), ("backward", -1)):
-        computes = {part: n for n, e in events_of(recorded, "stage3_param", phase) for part in e.names}
+        computes = {part: (n, event) for n, event in events_of(recorded, "stage3_param", phase) for part in event.names}
         blocks = [f"blocks.{number}" for number in range(4)][::step]
         for this, following in pairwise(blocks):
-            assert gathers[phase, following] < computes[this] < computes[following]
+            assert gathers[phase, following] < computes[this][0] < computes[following][0]
         for block in blocks:
-            event = recorded["stage3_param"]["events"][computes[block]]
-            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(event, "parameters"))
+            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(computes[block][1], "parameters"))
 
 
 @STAGES
@@ -482,10 +481,10 @@ def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
 
 def test_a_phone_shows_one_engine_and_switches(opened):
     page = opened(file_of(INCREMENTS[1]), "phone")
-    steppers = [page.locator(f"[data-side={side}].stepper") for side in ("before", "after")]
-    assert [stepper.is_visible() for stepper in steppers] == [False, True]
+    before, after = (page.locator(f"[data-side={side}].stepper") for side in ("before", "after"))
+    assert (before.is_visible(), after.is_visible()) == (False, True)
     page.locator("[data-show=before]").click()
-    assert [stepper.is_visible() for stepper in steppers] == [True, False]
+    assert (before.is_visible(), after.is_visible()) == (True, False)
     page.locator("[data-side=before] [data-go=last]").click()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
