@@ -1,6 +1,5 @@
 """The notebooks as they are stored, and as they run: a copy in memory runs, by default a shorter one."""
 
-import functools
 import re
 
 import nbformat
@@ -9,27 +8,22 @@ from places import ROOT
 from course.execute import execute
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-START = ROOT / "notebooks" / "00_start_here.ipynb"
 
-# Run after the last cell of the first page: right answers, then wrong ones.
-SOLUTIONS = """
-def model_state_bytes(stage, n, parameters):
-    shares = (stage < 3, 4), (stage < 2, 4), (stage < 1, 8)
-    return parameters * sum(size if whole else size / n for whole, size in shares)
-
-def sent_bytes(stage, n, parameters):
-    return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 2 * parameters + GATHERED_TWICE)
-
-questions.by_stage(model_state_bytes, results, "model_state_bytes")
-questions.by_stage(sent_bytes, results, "wire_bytes_per_step")
-questions.stage_and_ranks((2, 7))
-"""
-MISTAKES = """
+MORE = {  # run after a notebook's last cell: right answers, then wrong ones
+    "00_start_here": {
+        "solutions": """
+states = lambda stage, n, parameters: parameters * (16, 8 + 8 / n, 4 + 12 / n, 16 / n)[stage]
+sent = lambda stage, n, parameters: 4 * (n - 1) / n * (2 * parameters + GATHERED_TWICE * (stage == 3))
+questions.by_stage(states, results, "model_state_bytes")
+questions.by_stage(sent, results, "wire_bytes_per_step")
+questions.stage_and_ranks((2, 7))""",
+        "mistakes": """
 questions.by_stage(lambda stage, n, parameters: 16 * parameters, results, "model_state_bytes")
 questions.by_stage(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, results, "wire_bytes_per_step")
 for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
-    questions.stage_and_ranks(choice)
-"""
+    questions.stage_and_ranks(choice)""",
+    },
+}
 
 # Cells that ask a question, by id; the open answer in them; and values in the form of no answer.
 ASKS = ("question-", "exercise-", "factor")
@@ -68,19 +62,21 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
-@functools.cache
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def executed(path, shorter):
-    """A notebook after its last cell, run once per process."""
+    """The code cells of a notebook after its last one, with questions answered in wrong forms at the end."""
     notebook = read(path)
     for told, less in SHORTER.get(path.stem, []) if shorter else []:
-        (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and told in cell.source]
+        (cell,) = [cell for cell in code(notebook) if told in cell.source]
         cell.source = cell.source.replace(told, less)
-    notebook.cells += [unfit(cell) for cell in notebook.cells if cell.cell_type == "code" and cell.id.startswith(ASKS)]
-    if path == START:
-        notebook.cells += [nbformat.v4.new_code_cell(source) for source in (SOLUTIONS, MISTAKES)]
+    notebook.cells += [unfit(cell) for cell in code(notebook) if cell.id.startswith(ASKS)]
+    notebook.cells += [nbformat.v4.new_code_cell(source, id=name) for name, source in MORE.get(path.stem, {}).items()]
     imports = next(number for number, cell in enumerate(notebook.cells) if cell.id == "imports")
     notebook.cells.insert(imports + 1, nbformat.v4.new_code_cell(LABELLED))
-    return execute(notebook, path.parent)
+    return code(execute(notebook, path.parent))
 
 
 def unfit(question):
@@ -89,16 +85,9 @@ def unfit(question):
     return nbformat.v4.new_code_cell("\n\n\n".join(asked), id=f"unfit-{question.id}")
 
 
-def said(path, cell):
-    """What a cell of the executed notebook printed."""
-    (found,) = [each for each in executed(path, True).cells if each.id == cell]
-    return printed(found)
-
-
 def stored(page, cell):
     """What a cell printed when its notebook was stored."""
-    (found,) = [each for each in read(ROOT / "notebooks" / f"{page}.ipynb").cells if each.id == cell]
-    return printed(found)
+    return next(printed(each) for each in code(read(ROOT / "notebooks" / f"{page}.ipynb")) if each.id == cell)
 
 
 def printed(cell):

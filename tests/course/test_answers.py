@@ -253,12 +253,9 @@ def test_a_wrong_answer_gets_the_hint_for_it(capsys, question, answer, hint):
         assert all(said in line for said, line in zip(hint, lines, strict=True)), lines
 
 
-def test_a_machine_out_of_sorts_is_told_from_a_wrong_formula(capsys):
+def test_a_machine_out_of_sorts_and_missing_counters_are_told_from_a_wrong_formula(capsys):
     wire.check_ring_time(ring_seconds, {**MEDIANS, 8_000_000: 30e-3}, N)
     wire.check_batch(lambda batch: 0.020 + 0.005 * batch, {**LINE, 16: 0.5})
     assert capsys.readouterr().out.count("measure again") == 2
-
-
-def test_without_the_kernels_counters_a_question_says_that_it_cannot_be_checked(capsys):
     wire.check_multiple(3, STEP, {"reduce-scatter": DIRECT}, 3e6)
     assert "nothing to check it by" in capsys.readouterr().out

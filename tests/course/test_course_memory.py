@@ -65,16 +65,14 @@ def test_first_fit_lays_no_two_blocks_over_each_other():
 
 
 def test_faults_know_right_from_wrong():
-    for question in ("kind", "rank", "place"):
-        truths = {letter: getattr(truth, question) for letter, truth in faults.TRUTHS.items()}
+    for question, wrong in (("kind", -1), ("rank", -1), ("place", "nowhere")):
+        right = {letter: getattr(truth, question) for letter, truth in faults.TRUTHS.items()}
         if question == "kind":
-            truths = {letter: faults.KINDS.index(kind) for letter, kind in truths.items()}
-        assert faults.check(question, truths).splitlines() == [f"{letter}: solved" for letter in "abcde"]
-        for letter in truths:
-            assert faults.check(question, {letter: None}) == f"{letter}: not solved yet"
-            hint = faults.TRUTHS[letter].hints[question]
-            wrong = "nowhere" if question == "place" else -1
-            assert faults.check(question, {letter: wrong}) == f"{letter}: not yet: {hint}"
+            right = {letter: faults.KINDS.index(kind) for letter, kind in right.items()}
+        assert faults.check(question, right).splitlines() == [f"{letter}: solved" for letter in "abcde"]
+        for letter, truth in faults.TRUTHS.items():
+            for answer, said in ((None, "not solved yet"), (wrong, f"not yet: {truth.hints[question]}")):
+                assert faults.check(question, {letter: answer}) == f"{letter}: {said}"
 
 
 def test_the_fewest_probes_that_notice_all():

@@ -1,6 +1,7 @@
 """A notebook's ranks run a cell's functions, show their output rank by rank, and are replaced after a failure."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from machine import PATIENCE
@@ -16,13 +17,9 @@ def pages(monkeypatch):
     """The HTML of each redraw."""
     shown = []
 
-    class Shown:
-        def update(self, page):
-            shown.append(page.data)
-
-    def display(page, display_id):
+    def display(page, display_id=None):
         shown.append(page.data)
-        return Shown()
+        return SimpleNamespace(update=display)
 
     monkeypatch.setattr(notebook, "display", display)
     return shown
@@ -48,7 +45,7 @@ def test_functions_of_a_cell_travel_and_their_answers_come_back_in_rank_order(ra
     assert [answer.value for answer in answers] == [110, 111]
 
 
-def test_lines_and_progress_appear_while_ranks_run(ranks, pages):
+def test_lines_the_last_of_many_and_progress_appear_while_ranks_run(ranks, pages):
     def hello(world):
         for step in progress(range(3)):
             print(f"step <{step}>")
@@ -61,9 +58,6 @@ def test_lines_and_progress_appear_while_ranks_run(ranks, pages):
         assert notebook.COLOURS[rank] in pages[-1]
     assert pages[-1].count("3 of 3") == 2
     assert "3 of 3" not in pages[0]
-
-
-def test_the_last_of_many_lines_are_shown(ranks, pages):
     ranks.run(lambda world: [print(f"line {number}") for number in range(150)])
     assert "... 100 lines before" in pages[-1]
     assert pages[-1].count("line 149") == 2

@@ -27,8 +27,7 @@ def move(world, readable):
     following, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
     def to_the_next():
-        works = [comm.group.send([shard.clone()], following, 7), comm.group.recv([shard], before, 7)]
-        for work in works:
+        for work in [comm.group.send([shard.clone()], following, 7), comm.group.recv([shard], before, 7)]:
             work.wait()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,12 +39,11 @@ def move(world, readable):
 
 @kernel
 def test_the_kernel_tells_what_went_to_which_rank(worlds):
-    for rank, (gathered, passed_on) in enumerate(worlds(3).run(move, True)):
-        others = [0 if to == rank else 1e6 for to in range(3)]
-        assert gathered.to == pytest.approx(others, rel=0.01, abs=2000)
-        assert gathered.metered == 2_000_000
-        assert passed_on.to == pytest.approx([1e6 * (to == (rank + 1) % 3) for to in range(3)], rel=0.01, abs=2000)
-        assert passed_on.metered == 0
+    for rank, moved in enumerate(worlds(3).run(move, True)):
+        others, following = [1e6 * (to != rank) for to in range(3)], [1e6 * (to == (rank + 1) % 3) for to in range(3)]
+        for found, expected in zip(moved, (others, following), strict=True):
+            assert found.to == pytest.approx(expected, rel=0.01, abs=2000)
+        assert [found.metered for found in moved] == [2_000_000, 0]
 
 
 def test_the_meter_stands_in_if_the_kernel_cannot_be_asked(worlds):
@@ -85,7 +83,8 @@ def test_the_messages_of_a_step_add_up_to_what_is_predicted(worlds, stage):
             by_collective[message.collective] += message.sent
             assert message.sent == message.nbytes // 2 * (2 if message.collective == "all_reduce" else 1)
         assert by_collective == predicted
-        assert [message.phase for message in sent] == sorted((message.phase for message in sent), key=wire.PHASES.index)
+        phases = [wire.PHASES.index(message.phase) for message in sent]
+        assert phases == sorted(phases)
         assert stage == "stage3_param" or len(sent) == buckets * (1 + (stage != "stage0_ddp"))
 
 
@@ -102,7 +101,7 @@ def name_of(row, name):
 
 TRACE = {
     "traceEvents": [
-        *(name_of(1, "compute"), name_of(2, "collectives"), name_of(3, "modules")),
+        *map(name_of, (1, 2, 3), ("compute", "collectives", "modules")),
         event(1, "cpu_op", "aten::ones", 0, 1),  # before the step
         event(1, "user_annotation", "backward", 5, 25),
         event(1, "cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 6, 24),
@@ -126,18 +125,14 @@ def test_the_innermost_of_nested_ranges_takes_the_time():
 
 def test_rows_begin_with_the_first_phase_and_name_phases_waits_and_collectives():
     rows = wire.step_rows(TRACE)
-    assert sorted(rows[0, "compute"]) == [
-        *((1, 7, "backward"), (3, 4, "backward")),
-        *((9, 15, "waiting"), (21, 24, "step")),
-    ]
+    assert sorted(rows[0, "compute"]) == [(1, 7, "backward"), (3, 4, "backward"), (9, 15, "waiting"), (21, 24, "step")]
     assert rows[0, "collectives"] == [(5, 15, "reduce_scatter")]
-    figure = figures.beside({"a step": rows})
-    assert figure.axes[0].get_xlabel() == "ms since the step began"
+    assert figures.beside({"a step": rows}).axes[0].get_xlabel() == "ms since the step began"
 
 
 def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
     events = [
-        *(name_of(row, name) for row, name in {1: "compute", 2: "bus", 3: "host"}.items()),
+        *map(name_of, (1, 2, 3), ("compute", "bus", "host")),
         event(1, "user_annotation", "step", 1, 5),
         event(1, "user_annotation", "wait", 2, 2.5),
         event(1, "user_annotation", "aten::add", 2.5, 2.6),

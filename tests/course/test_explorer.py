@@ -9,7 +9,7 @@ import re
 import shlex
 
 import pytest
-from browsing import CONTRAST, SMALLEST, opening
+from browsing import CONTRAST, assert_fits, opening, shards_shown
 
 from course import site
 from course.explorer.page import explorer
@@ -100,10 +100,7 @@ def test_it_states_the_figures_of_the_command_that_it_names(opened):
                 expected = {**dict.fromkeys(plan.SWITCHES, True), **theirs[key]} if whole else theirs[key]
                 assert mine[key] == near(expected), said
         advice = stated.get("advised")
-        if advice is None:
-            assert planned["advice"].startswith("Nothing fits")
-        else:
-            assert planned["advice"].startswith(stated["rows"][advice]["way"])
+        assert planned["advice"].startswith("Nothing fits" if advice is None else stated["rows"][advice]["way"])
     assert refused < DRAWN / 2
 
 
@@ -120,23 +117,25 @@ def test_a_run_that_papers_tell_of_is_the_planners(opened, landmark):
     model, gpu, ranks = (plan.LANDMARKS[landmark][name] for name in ("model", "gpu", "world_size"))
     gpu = re.search(r"[A-Z]\d{3}", plan.PRESETS[gpu].name)[0]
     page.locator("#landmark").select_option(f"{model} on {ranks} × {gpu}")
-    mine, theirs = (
-        plan.plan(plan.parser().parse_args(arguments))
-        for arguments in (shlex.split(page.locator("#command").inner_text())[3:], ["--landmark", landmark])
-    )
+    command = shlex.split(page.locator("#command").inner_text())
+    mine, theirs = (plan.plan(plan.parser().parse_args(given)) for given in (command[3:], ["--landmark", landmark]))
     assert mine["rows"] == theirs["rows"]
     chosen = mine["rows"][int(page.locator("[name=way]:checked").get_attribute("value"))]
-    assert chosen["engine"] == theirs["ran"]
-    assert chosen["fits"]
+    assert (chosen["engine"], chosen["fits"]) == (theirs["ran"], True)
     assert page.locator(".way:has(:checked) .fits").inner_text() == "fits"
 
 
-def test_figure_1_of_the_zero_paper_in_words(opened):
-    page, said = opened(), []
-    for way in range(4):
-        page.locator("[name=way]").nth(way).check()
-        said.append(re.search(r"([\d.]+ GB) of model states", page.locator("#said").inner_text())[1])
-    assert said == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        *((f"way={way}", rf"\b{gb} GB of model states") for way, gb in enumerate(("120", "31.4", "16.6", "1.88"))),
+        ("world_size=8&pipeline=12", "^Tensor × pipeline, 12, does not divide 8 GPUs: choose other degrees.$"),
+        ("gpu=abacus&world_size=-3&way=99&model=x&params=no", "GB of model states"),
+    ],
+    ids=[*(f"figure 1 of the ZeRO paper, stage {stage}" for stage in range(4)), "no such degrees", "no sense"],
+)
+def test_an_address_is_put_into_words_and_what_makes_no_sense_is_the_usual_setting(opened, setting, said):
+    assert re.search(said, opened(setting).locator("#said").inner_text())
 
 
 def test_sliders_go_by_key_and_the_address_has_the_setting(opened):
@@ -144,8 +143,7 @@ def test_sliders_go_by_key_and_the_address_has_the_setting(opened):
     page.locator("#world_size").focus()
     before = page.locator(".total").all_inner_texts()
     page.keyboard.press("ArrowRight")
-    slider = page.locator("#world_size")
-    assert slider.get_attribute("aria-valuetext") == "96"
+    assert page.locator("#world_size").get_attribute("aria-valuetext") == "96"
     assert page.locator("output[for=world_size]").inner_text() == "96"
     assert page.locator(".total").all_inner_texts() != before
     page.locator("[name=way]:checked").focus()
@@ -158,15 +156,6 @@ def test_sliders_go_by_key_and_the_address_has_the_setting(opened):
     assert "--with hierarchical=False" in again.locator("#command").inner_text()
 
 
-def test_an_address_that_makes_no_sense_shows_the_usual_setting(opened):
-    assert opened("gpu=abacus&world_size=-3&way=99&model=x&params=no").locator("#said").inner_text()
-
-
-def test_degrees_that_do_not_divide_the_gpus_are_refused(opened):
-    page = opened("world_size=8&pipeline=12")
-    assert page.locator("#said").inner_text() == "Tensor × pipeline, 12, does not divide 8 GPUs: choose other degrees."
-
-
 def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
     page = opened("way=1")
     stepper = page.locator(".stepper").locator("visible=true")
@@ -176,9 +165,7 @@ def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
     assert stepper.locator(".count").inner_text().startswith("Event 3 of")
     page.keyboard.press("End")
     last = recorded["stage1_os"]["events"][-1]
-    shown = stepper.locator(".ranks .shards").evaluate_all(
-        "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
-    )
+    shown = shards_shown(stepper)
     assert shown == [states for bucket in last.cells[0] for of_rank in last.cells for states in of_rank[bucket]]
     page.locator("#engines button").first.click()
     assert page.locator(".stepper").locator("visible=true").get_attribute("data-side") == "stage0_ddp"
@@ -189,8 +176,7 @@ def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
 @pytest.mark.parametrize(("screen", "scheme"), [("phone", "dark"), ("laptop", "light"), ("projector", "dark")])
 def test_it_fits_its_screen_in_letters_that_can_be_read(opened, screen, scheme):
     page = opened("params=1e13&gpu=h200-141g&world_size=2240&way=7", screen, scheme)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate(SMALLEST) >= {"phone": 10, "laptop": 10, "projector": 13}[screen]
+    assert_fits(page, screen)
     assert page.evaluate(CONTRAST)[1] > 7
     if screen != "phone":  # the results are visible next to the sliders
         assert page.locator("#ways").evaluate("ways => ways.getBoundingClientRect().bottom < innerHeight")
@@ -206,10 +192,8 @@ def test_the_sliders_stay_in_sight_beside_the_results_and_cover_no_step(opened):
 
 def test_every_control_and_every_picture_has_a_name(opened):
     page = opened()
-    said = page.locator("input, select, button").evaluate_all(
-        "all => all.map((one) => one.labels?.[0]?.innerText || one.innerText || one.ariaLabel)"
-    )
-    assert all(said)
+    name = "one.labels?.[0]?.innerText || one.innerText || one.ariaLabel"
+    assert all(page.locator("input, select, button").evaluate_all(f"all => all.map((one) => {name})"))
     assert all(page.locator("[role=img]").evaluate_all("all => all.map((one) => one.ariaLabel)"))
 
 

@@ -3,17 +3,18 @@
 Chromium comes from the distribution; without it, or without playwright, the tests that open a page are skipped.
 """
 
+import contextlib
 import copy
 import re
+from collections import defaultdict
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 import pytest
-from browsing import CONTRAST, SCREENS, SMALLEST, opening
+from browsing import CONTRAST, SCREENS, assert_fits, opening, shards_shown
 from engine_sources import CHANGED_METHODS, methods
 from training import STAGES as FOUR_STAGES
-from training import batch, make_engine, same_bits
-from training import train_step as train_one_step
+from training import make_engine, same_bits, train_step
 
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes, recording
@@ -22,15 +23,16 @@ from course.lessons.page import INCREMENTS, file_of, inline, write
 from course.lessons.sentences import moments, sentence
 from course.lessons.sources import Source
 
+NAMES = tuple(dict.fromkeys(name for pair in INCREMENTS for name in pair))
 PAIRS = pytest.mark.parametrize("pair", INCREMENTS, ids=lambda pair: pair[1])
-STAGES = pytest.mark.parametrize("name", dict.fromkeys(name for pair in INCREMENTS for name in pair))
+STAGES = pytest.mark.parametrize("name", NAMES)
 RANKS = range(recording.RANKS)
 
 
 @pytest.fixture(scope="module")
 def recorded():
     """{stage: its ranks' recordings}."""
-    return recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
+    return recording.record_all(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +142,6 @@ def numbers_of(recorded, name, kind, bucket):
 
 
 @STAGES
-def test_every_bucket_is_reduced_once(recorded, name):
-    buckets = recorded[name]["owned"][0]
-    assert len(buckets) > 3
-    reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
-    assert sorted(event.about for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
-
-
-@STAGES
 def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
     one = recorded[name]
     for event in (one["events"][0], one["events"][-1]):
@@ -163,13 +157,16 @@ def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
 
 
 @STAGES
-def test_the_optimizer_steps_every_shard_from_its_mean_and_all_parameters_are_new(recorded, name):
+def test_every_bucket_is_reduced_once_and_stepped_from_its_mean_and_all_parameters_are_new(recorded, name):
+    buckets = recorded[name]["owned"][0]
+    assert len(buckets) > 3
+    reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
+    assert sorted(event.about for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
     for _, event in events_of(recorded, name, "stepped"):
-        about = event.about
         for rank in RANKS:
-            stepped = shards_in(cells(event, "optimizer")[rank][about], rank, "n")
+            stepped = shards_in(cells(event, "optimizer")[rank][event.about], rank, "n")
             assert rank in stepped
-            assert stepped <= shards_in(cells(event, "gradients")[rank][about], rank, "h")
+            assert stepped <= shards_in(cells(event, "gradients")[rank][event.about], rank, "h")
     last = recorded[name]["events"][-1]
     coming = {"t"} if name == "offload.nvme" else set()  # already read for the next forward
     for of_rank in cells(last, "parameters"):
@@ -196,19 +193,20 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
     rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', (pages / file_of(pair)).read_text())
     shown = {said: values for said, *values in rows}
     books = [recorded[name]["measured"] for name in pair]
-    for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
-        for state, nbytes in books[1].get(name, {}).items():
-            if nbytes:
-                assert shown[f"{notes.STATES[state]} {where}"] == ["-", show_bytes(nbytes)]
-    for name in ("bus_bytes_per_step", "disk_bytes_per_step"):
-        for way, nbytes in books[1].get(name, {}).items():
-            assert shown[f"{notes.WAYS[way]} in a step"] == ["-", show_bytes(nbytes)]
-    device = " on the device" if "host_state_bytes" in books[1] else ""
-    for said, name in ((f"model states{device}", "model_state_bytes"), ("sent in a step", "wire_bytes_per_step")):
-        assert shown[said] == [show_bytes(sum(book[name].values())) for book in books]
+    for name, names, where in (
+        ("host_state_bytes", notes.STATES, "on the host"),
+        ("disk_state_bytes", notes.STATES, "on disk"),
+        ("bus_bytes_per_step", notes.WAYS, "in a step"),
+        ("disk_bytes_per_step", notes.WAYS, "in a step"),
+    ):
+        for what, nbytes in books[1].get(name, {}).items():
+            assert not nbytes or shown[f"{names[what]} {where}"] == ["-", show_bytes(nbytes)]
+    sums = {f"model states{' on the device' if 'host_state_bytes' in books[1] else ''}": "model_state_bytes"}
+    sums["sent in a step"] = "wire_bytes_per_step"
     if pair[1] == "zeropp":
-        left = [show_bytes(sum(book["internode_bytes_per_step"].values())) for book in books]
-        assert shown["left the node in a step"] == left
+        sums["left the node in a step"] = "internode_bytes_per_step"
+    for said, name in sums.items():
+        assert shown[said] == [show_bytes(sum(book[name].values())) for book in books]
 
 
 def test_the_hosts_gradients_go_down_after_the_reduction_and_parameters_up_before_the_gather(recorded):
@@ -232,9 +230,9 @@ def test_a_disk_reads_a_unit_before_its_turn_and_its_step_while_another_is_stepp
 
 
 def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_outdated_by_the_step(recorded):
-    events, gathered = recorded["zeropp"]["events"], {}
+    events, gathered = recorded["zeropp"]["events"], defaultdict(list)
     for number, event in events_of(recorded, "zeropp", "all_gather", "all_gather in the node"):
-        gathered.setdefault(event.about, []).append(event.kind)
+        gathered[event.about].append(event.kind)
         crosses = event.bytes["left"] > events[number - 1].bytes["left"]
         assert crosses == (event.kind == "all_gather")
     assert all(kinds[0] == "all_gather" and len(kinds) <= 2 for kinds in gathered.values())
@@ -250,19 +248,14 @@ def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_out
 
 def test_gradients_go_inside_the_node_and_then_across(recorded):
     for bucket in recorded["zeropp"]["owned"][0]:
-        (inside,), (across,) = (
-            numbers_of(recorded, "zeropp", f"all_to_all {where}", bucket) for where in ("in the node", "across nodes")
-        )
-        assert across == inside + 1
+        (inside,) = numbers_of(recorded, "zeropp", "all_to_all in the node", bucket)
+        assert numbers_of(recorded, "zeropp", "all_to_all across nodes", bucket) == [inside + 1]
 
 
 def test_stage_2_has_buffers_for_at_most_two_buckets(recorded):
-    alive = [
-        sum("." not in states for states in cells(event, "gradients")[0].values())
-        for _, event in events_of(recorded, "stage2_grad")
-    ]
-    assert max(alive) == 2
-    assert alive[0] == alive[-1] == 0
+    gradients = [cells(event, "gradients")[0] for event in recorded["stage2_grad"]["events"]]
+    alive = [sum("." not in states for states in of_buckets.values()) for of_buckets in gradients]
+    assert (alive[0], max(alive), alive[-1]) == (0, 2, 0)
 
 
 def test_stage_3_gathers_the_next_unit_before_this_one_computes_and_computes_with_whole_ones_only(recorded):
@@ -271,13 +264,12 @@ def test_stage_3_gathers_the_next_unit_before_this_one_computes_and_computes_wit
         gathers[event.phase, event.about] = number
         assert ("prefetch" in event.within) == (event.about != "the root")
     for phase, step in (("forward", 1), ("backward", -1)):
-        computes = {part: n for n, e in events_of(recorded, "stage3_param", phase) for part in e.names}
+        computes = {part: (n, event) for n, event in events_of(recorded, "stage3_param", phase) for part in event.names}
         blocks = [f"blocks.{number}" for number in range(4)][::step]
         for this, following in pairwise(blocks):
-            assert gathers[phase, following] < computes[this] < computes[following]
+            assert gathers[phase, following] < computes[this][0] < computes[following][0]
         for block in blocks:
-            event = recorded["stage3_param"]["events"][computes[block]]
-            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(event, "parameters"))
+            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(computes[block][1], "parameters"))
 
 
 @STAGES
@@ -320,14 +312,10 @@ def test_ranks_that_diverge_are_noticed(recorded):
 def train_recorded(world, name, looks_on):
     """The weights after two steps, the second recorded or not, and whether the engine is unchanged."""
     engine = make_engine(name)
-    train_one_step(engine, world)
+    train_step(engine, world)
     before = set(vars(engine)), set(vars(engine.comm))
-    batch(engine.module, world)
-    if looks_on:
-        with Recorder(engine):
-            train_one_step(engine, world, step=1)
-    else:
-        train_one_step(engine, world, step=1)
+    with Recorder(engine) if looks_on else contextlib.nullcontext():
+        train_step(engine, world, step=1)
     return engine.full_state_dict(), before == (set(vars(engine)), set(vars(engine.comm)))
 
 
@@ -342,15 +330,12 @@ def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
     for pair in INCREMENTS:
         text = (pages / file_of(pair)).read_text()
         ticks = [re.findall(r'class="tick" style="bottom:([\d.]+)%">(\d+)', half) for half in text.split("<figure")[1:]]
-        assert len(ticks) == 2
-        assert ticks[0] == ticks[1]
-    samples = [
-        (phase, dict.fromkeys(chart.CLASSES, 10)) for phase in ("forward", "backward", "step") for _ in range(300)
-    ]
+        assert ticks == [ticks[0]] * 2
+    phases = [phase for phase in ("forward", "backward", "step") for _ in range(300)]
+    samples = [(phase, dict.fromkeys(chart.CLASSES, 10)) for phase in phases]
     samples[777] = ("step", dict.fromkeys(chart.CLASSES, 20))
     drawn = chart.timeline("", {"device": samples}, top=20 * len(chart.CLASSES))
-    heights = [float(height) for height in re.findall(r"[ML]\d+ ([\d.]+)H", drawn)]
-    assert min(heights) == 0
+    assert min(map(float, re.findall(r"[ML]\d+ ([\d.]+)H", drawn))) == 0
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------
@@ -368,11 +353,9 @@ def opened(browser, pages):
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_page_fits_its_screen_in_letters_that_can_be_read(opened, pair, screen):
     page = opened(file_of(pair), screen)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate(SMALLEST) >= {"phone": 10, "laptop": 10, "projector": 13}[screen]
+    assert_fits(page, screen)
     for text in ("h1", "#code .note dd", "#code .line code", "#memory .tick", ".stepper.shown .sentence"):
-        first = page.locator(text).locator("visible=true").first
-        assert first.inner_text().strip()
+        assert page.locator(text).locator("visible=true").first.inner_text().strip()
     assert "Recorded by python -m course.site: gpt-nano" in page.locator(".about").inner_text()
     equal_on_the_left = page.locator(".pair .equal .before").first
     assert equal_on_the_left.is_visible() == (screen != "phone")  # on a phone equal lines are shown once
@@ -402,11 +385,8 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         assert seen == [2, 3, 2, last, last, 1, 1]
         stepper.locator("input").fill("7")
         assert stepper.locator(".count").inner_text().startswith("Event 8 of")
-        shown = stepper.locator(".ranks .shards").evaluate_all(
-            "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
-        )
         order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # secondary shards after parameters
-        cells_of = recorded[name]["events"][7].cells
+        shown, cells_of = shards_shown(stepper), recorded[name]["events"][7].cells
         assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
         stepper.locator("[data-go=last]").click()
         counted = recorded[name]["events"][-1].bytes
@@ -427,8 +407,7 @@ def test_the_stepper_steps_by_keys_and_plays(opened):
     page.keyboard.press("End")
     assert re.match(r"Event (\d+) of \1,", count.inner_text())
     page.keyboard.press("Home")
-    assert count.inner_text().startswith("Event 1 of")
-    assert other.inner_text().startswith("Event 1 of")
+    assert [of.inner_text()[:11] for of in (count, other)] == ["Event 1 of "] * 2
     page.locator("[data-side=after] input").focus()
     page.keyboard.press("ArrowRight")
     assert count.inner_text().startswith("Event 2 of")
@@ -436,23 +415,22 @@ def test_the_stepper_steps_by_keys_and_plays(opened):
     page.wait_for_function("document.querySelector('[data-side=after] .count').innerText.startsWith('Event 3 of')")
     page.keyboard.press(" ")
     assert page.locator("[data-side=after] [data-go=play]").inner_text() == "Play"
-    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"  # the focus is visible
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"  # the focus is visible
 
 
 def test_two_keys_step_both_engines_from_one_shared_moment_to_the_next(opened):
     page = opened(file_of(INCREMENTS[2]))
     both, sentences = page.locator(".moment"), page.locator(".stepper .sentence")
-    for _ in range(3):  # wte and wpe, blocks.0, blocks.1
-        page.keyboard.press("n")
-    assert both.inner_text() == "Both at: forward of blocks.1"
+    for keys, moment in (
+        ("nnn", "Both at: forward of blocks.1"),  # past wte and wpe, and blocks.0
+        (["ArrowRight"], "Each at a moment of its own"),
+        ("p", "Both at: forward of blocks.1"),
+    ):
+        for key in keys:
+            page.keyboard.press(key)
+        assert both.inner_text() == moment
     assert all("blocks.1" in said for said in sentences.all_inner_texts())
-    page.keyboard.press("ArrowRight")
-    assert both.inner_text() == "Each at a moment of its own"
-    page.keyboard.press("p")
-    assert both.inner_text() == "Both at: forward of blocks.1"
-    page.locator("[data-both='-1']").focus()
-    page.keyboard.press("Enter")
+    page.locator("[data-both='-1']").press("Enter")
     assert both.inner_text() == "Both at: forward of blocks.0"
     for _ in range(30):
         page.keyboard.press("n")
@@ -476,17 +454,14 @@ def test_a_print_shows_all_folds_both_engines_and_no_controls(opened):
 @PAIRS
 def test_every_picture_says_what_it_shows(opened, recorded, pair):
     page = opened(file_of(pair))
-    said = page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)")
-    assert all(said)
+    assert all(page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)"))
     says = "all => all.map((one) => one.getAttribute('role') + one.ariaLabel)"
     charts = page.locator(".plot:not(.narrow) svg").evaluate_all(says)
     for chart_says, name in zip(charts, pair, strict=True):
         highest = sum(chart.peak(recorded[name]["samples"]["device"]).values())
         assert re.match(r"img[\w+ -]+: live bytes .* peak in (for|back)ward with ", chart_says)
         assert show_bytes(highest) in chart_says
-    beside = page.locator(".narrow svg").evaluate_all(says)
-    areas = recorded[pair[1]]["areas"][1:]
-    assert len(beside) == len(areas)
+    beside, areas = page.locator(".narrow svg").evaluate_all(says), recorded[pair[1]]["areas"][1:]
     for area_says, area in zip(beside, areas, strict=True):
         books = recorded[pair[1]]["measured"][f"{area}_state_bytes"]
         assert all(show_bytes(nbytes) in area_says for nbytes in books.values() if nbytes)
@@ -506,10 +481,10 @@ def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
 
 def test_a_phone_shows_one_engine_and_switches(opened):
     page = opened(file_of(INCREMENTS[1]), "phone")
-    steppers = [page.locator(f"[data-side={side}].stepper") for side in ("before", "after")]
-    assert [stepper.is_visible() for stepper in steppers] == [False, True]
+    before, after = (page.locator(f"[data-side={side}].stepper") for side in ("before", "after"))
+    assert (before.is_visible(), after.is_visible()) == (False, True)
     page.locator("[data-show=before]").click()
-    assert [stepper.is_visible() for stepper in steppers] == [True, False]
+    assert (before.is_visible(), after.is_visible()) == (True, False)
     page.locator("[data-side=before] [data-go=last]").click()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 

@@ -5,92 +5,72 @@ The tests run copies in memory, some with fewer steps; `make test-all` runs all 
 
 import ast
 import re
+from functools import partial
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError
-from notebook_runs import ASKS, LABELLED, NOTEBOOKS, SHORTER, START, UNFIT, executed, printed, read, said
+from commands import run
+from notebook_runs import ASKS, LABELLED, NOTEBOOKS, SHORTER, UNFIT, code, executed, printed, read
 from places import ROOT
 
-from common.engines import STAGES
-from course.execute import METADATA, digest, execute
-from course.pages import axes, faults, hosts, memory, questions, rounding, scaling, wire
+from course.execute import METADATA, digest
+from course.pages import faults
 from course.quiz import page, questions_of
 
-MEMORY, DEBUGGING = NOTEBOOKS[6:8]
-CHECKED = (axes, faults, hosts, memory, questions, rounding, scaling, wire)
-CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
+EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+RUNS = {path.stem: (path, True) for path in NOTEBOOKS}
+RUNS |= {f"{name}, as it is stored": (ROOT / "notebooks" / f"{name}.ipynb", False) for name in SHORTER}
 
 
-def runs(path, shorter=True):
-    """A test case of a notebook, with fewer steps if it has many, or as it is stored."""
-    return pytest.param(path, shorter, id=path.stem + ("" if shorter else ", as it is stored"))
+@pytest.mark.parametrize(("path", "shorter"), RUNS.values(), ids=RUNS)
+def test_a_notebook_runs_draws_its_pictures_and_tells_right_answers_from_wrong(path, shorter):
+    """One test, so that a notebook runs once for all that it shows."""
+    cells = executed(path, shorter)
+    assert_pictures_are_drawn(cells)
+    said, stored = ({cell.id: printed(cell) for cell in each} for each in (cells, code(read(path))))
+    asked = [name for name in said if name.startswith(ASKS)]
+    assert asked
+    for name in asked:
+        still_open = said[name].count("not solved yet")
+        assert said[name].count("solved") == stored[name].count("not solved yet") == still_open > 0, name
+        unfit = said[f"unfit-{name}"]
+        told = re.findall(r"not yet: .* is not (?:a|\d|True)", unfit)
+        assert len(told) >= len(UNFIT) - 1, (name, unfit)  # a question for names accepts any text
+        assert "solved" not in unfit, name
+    if path.stem in SHOWS:
+        SHOWS[path.stem](said)
 
 
-@pytest.mark.parametrize(
-    ("path", "shorter"), [*map(runs, NOTEBOOKS), *(runs(path, False) for path in NOTEBOOKS if path.stem in SHORTER)]
-)
-def test_a_notebook_runs_and_draws_its_pictures(path, shorter):
+def assert_pictures_are_drawn(cells):
+    """Where a cell shows one, with its text, and nowhere else; and nothing failed, or was printed in colours."""
     pictures = 0
-    for cell in executed(path, shorter).cells:
-        if cell.cell_type == "code":
-            assert not [out for out in cell.outputs if out.output_type == "error"]
-            assert not [out for out in cell.outputs if "\x1b[" in out.get("text", "")]  # a terminal's codes
-            drawn = [out for out in cell.outputs if "image/png" in out.get("data", {})]
-            assert bool(drawn) == bool(re.search(r"^show\(", cell.source, re.MULTILINE)), f"cell {cell.id}"
-            assert all(len(out.metadata["image/png"]["alt"].split()) > 10 for out in drawn), f"cell {cell.id}"
-            pictures += len(drawn)
+    for cell in cells:
+        assert not [out for out in cell.outputs if out.output_type == "error" or "\x1b[" in out.get("text", "")]
+        drawn = [out for out in cell.outputs if "image/png" in out.get("data", {})]
+        assert bool(drawn) == bool(re.search(r"^show\(", cell.source, re.MULTILINE)), f"cell {cell.id}"
+        assert all(len(out.metadata["image/png"]["alt"].split()) > 10 for out in drawn), f"cell {cell.id}"
+        pictures += len(drawn)
     assert pictures
 
 
-@pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
-def test_questions_are_open(path, shorter):
-    ran, stored = (
-        {cell.id: printed(cell) for cell in cells if cell.cell_type == "code" and cell.id.startswith(ASKS)}
-        for cells in (executed(path, shorter).cells, read(path).cells)
-    )
-    assert ran
-    for name, text in ran.items():
-        assert text.count("solved") == stored[name].count("not solved yet") == text.count("not solved yet") > 0, name
+def exercises_know_right_from_wrong(said):
+    verdicts = [re.findall(r"solved|not", said[name]) for name in ("solutions", "mistakes")]
+    states, sent = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
+    assert verdicts == [["solved"] * 9, states + sent + ["not"] * 4]
 
 
-@pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
-def test_an_answer_in_a_wrong_form_is_told_the_right_one(path, shorter):
-    cells = [cell for cell in executed(path, shorter).cells if cell.id.startswith("unfit-")]
-    assert cells
-    for cell in cells:
-        told = re.findall(r"not yet: .* is not (?:a|\d|True)", printed(cell))
-        assert len(told) >= len(UNFIT) - 1, (cell.id, printed(cell))  # a question for names accepts any text
-        assert "solved" not in printed(cell), cell.id
+def the_pages_class_stands_in(stage, said):
+    """While lines are open, the notebook runs on with it."""
+    assert "not solved yet" in said["check-run"]
+    assert f"the class of {stage}/minimal.py, not yours" in said["check-run"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_check_of_a_question_asks_for_a_form(path):
-    for cell in read(path).cells:
-        if cell.cell_type == "code" and cell.id.startswith(ASKS):
-            calls = [node.func for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
-            called = {call.attr if isinstance(call, ast.Attribute) else call.id for call in calls}
-            assert called & CHECKS, cell.id
-
-
-def test_the_exercises_of_the_first_page_know_right_from_wrong():
-    *_, solutions, mistakes = executed(START, True).cells
-    assert re.findall(r"solved|not", printed(solutions)) == ["solved"] * 9
-    states, wire = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
-    assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
-
-
-@pytest.mark.parametrize(("path", "stage"), zip(NOTEBOOKS[1:4], STAGES[1:], strict=True))
-def test_a_notebook_runs_on_with_the_pages_class_while_lines_are_open(path, stage):
-    assert "not solved yet" in said(path, "check-run")
-    assert f"the class of {stage}/minimal.py, not yours" in said(path, "check-run")
-
-
-def test_the_notebook_on_memory_shows_what_it_says():
-    free, largest = [int(word) for word in said(MEMORY, "holes").splitlines()[0].split() if word.isdigit()]
+def holes_are_small_and_the_larger_model_does_not_fit(said):
+    free, largest = [int(word) for word in said["holes"].splitlines()[0].split() if word.isdigit()]
     assert free >= 20
     assert largest <= free / 4
-    trials = [line.split(": ")[1] for line in said(MEMORY, "trials").splitlines()]
+    trials = [line.split(": ")[1] for line in said["trials"].splitlines()]
     assert trials == ["trained", "trained", "did not fit"]
 
 
@@ -102,40 +82,42 @@ EVIDENCE = {  # what a cell prints for each fault
 }
 
 
-@pytest.mark.parametrize("letter", EVIDENCE)
-def test_the_notebook_on_debugging_brings_a_fault_to_light(letter):
-    cell, line = EVIDENCE[letter]
-    truth = faults.TRUTHS[letter]
-    assert line.format(rank=truth.rank, place=truth.place) in said(DEBUGGING, cell)
-
-
-def test_the_notebook_on_debugging_shows_which_rank_is_ahead():
+def faults_are_brought_to_light(said):
+    for letter, (cell, line) in EVIDENCE.items():
+        truth = faults.TRUTHS[letter]
+        assert line.format(rank=truth.rank, place=truth.place) in said[cell]
     truth = faults.TRUTHS["e"]
-    rows = [ast.literal_eval(line.split(":", 1)[1]) for line in said(DEBUGGING, "digests").splitlines()]
+    rows = [ast.literal_eval(line.split(":", 1)[1]) for line in said["digests"].splitlines()]
     digests = [row.pop(truth.place) for row in rows]
     assert rows[0] == rows[1] == rows[2]
-    others = [digest for rank, digest in enumerate(digests) if rank != truth.rank]
-    assert others[0] == others[1] != digests[truth.rank]
+    ahead = digests.pop(truth.rank)
+    assert digests[0] == digests[1] != ahead
+    assert said["hang"].startswith("ranks [0, 2] gave no answer")
 
 
-def test_the_notebook_on_debugging_hangs():
-    assert said(DEBUGGING, "hang").startswith("ranks [0, 2] gave no answer")
+SHOWS = {  # what a single notebook shows
+    "00_start_here": exercises_know_right_from_wrong,
+    "01_optimizer_states": partial(the_pages_class_stands_in, "stage1_os"),
+    "02_gradients": partial(the_pages_class_stands_in, "stage2_grad"),
+    "03_parameters": partial(the_pages_class_stands_in, "stage3_param"),
+    "06_memory": holes_are_small_and_the_larger_model_does_not_fit,
+    "07_debugging": faults_are_brought_to_light,
+}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EACH
 def test_a_question_does_not_show_its_answer(path):
-    for cell in read(path).cells:
-        if cell.cell_type == "code" and "return None" in cell.source:
-            statements = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.stmt)]
-            assert sum(isinstance(node, ast.FunctionDef) for node in statements) == 1, cell.id
-            assert not [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.BinOp)], cell.id
+    for cell in (cell for cell in code(read(path)) if "return None" in cell.source):
+        nodes = list(ast.walk(ast.parse(cell.source)))
+        assert sum(isinstance(node, ast.FunctionDef) for node in nodes) == 1, cell.id
+        assert not [node for node in nodes if isinstance(node, ast.BinOp)], cell.id
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EACH
 def test_what_a_notebook_imports_is_there(path):
     """Long notebooks would show a missing import only in `make test-all`."""
-    code = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "code" and cell.id != "setup")
-    statements = ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE)))
+    source = "\n".join(cell.source for cell in code(read(path)) if cell.id != "setup")
+    statements = ast.walk(ast.parse(re.sub(r"^%.*$", "", source, flags=re.MULTILINE)))
     imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
     assert imports
     for statement in imports:
@@ -143,54 +125,54 @@ def test_what_a_notebook_imports_is_there(path):
 
 
 def test_notebooks_start_in_the_repositorys_root_too():
-    (setup,) = {cell.source for path in NOTEBOOKS for cell in read(path).cells if cell.id == "setup"}
-    begun = f'{setup}\nassert Path("common").is_dir() and sys.path[0] == str(Path.cwd())'
-    execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(begun)]), ROOT)
+    (setup,) = {cell.source for path in NOTEBOOKS for cell in code(read(path)) if cell.id == "setup"}
+    begun = run("-c", f'{setup}\nassert Path("common").is_dir() and sys.path[0] == str(Path.cwd())')
+    assert begun.returncode == 0, begun.stderr
 
 
 def test_a_figure_without_names_on_its_axes_is_noticed():
-    imports = "%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom course.pages.notebook import show"
-    cells = [imports, LABELLED, "plt.plot([1, 2])\nshow('A line.')"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
-    with pytest.raises(CellExecutionError, match="AssertionError"):
-        execute(notebook, ROOT)
+    names = {"plt": plt, "show": lambda alt: plt.close("all")}
+    exec(LABELLED, names)
+    plt.close("all")
+    plt.plot([1, 2])
+    with pytest.raises(AssertionError):
+        names["show"]("A line.")
+    plt.xlabel("step")
+    plt.ylabel("loss")
+    names["show"]("A line.")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_with_what_its_cells_gave(path):
+@EACH
+def test_a_notebook_is_stored_with_what_its_cells_gave_and_its_quiz(path):
     notebook = read(path)
     nbformat.validate(notebook)
     assert notebook.metadata == {**METADATA, "executed": digest(notebook)}, "run `make notebooks`"
     assert str(ROOT) not in path.read_text()
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    counts = [cell.execution_count for cell in code(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
     for cell in notebook.cells:
         assert not cell.metadata
         assert max(map(len, cell.source.splitlines())) <= 110
+    (asked,) = [cell for cell in code(notebook) if cell.id == "quiz"]
+    assert asked.source == f'quiz("{path.stem}")'
+    assert asked.outputs[0].data["text/html"] == page(questions_of(path.stem)), "run `make notebooks`"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_ends_with_its_quiz(path):
-    (cell,) = [cell for cell in read(path).cells if cell.id == "quiz"]
-    assert cell.source == f'quiz("{path.stem}")'
-    assert cell.outputs[0].data["text/html"] == page(questions_of(path.stem)), "run `make notebooks`"
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EACH
 def test_links_to_files_lead_somewhere(path):
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@EACH
 def test_the_path_tells_the_minutes_that_are_counted_from_the_cells(path):
     cells = [cell for cell in read(path).cells if cell.id not in ("setup", "imports", "close")]
-    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
-    code = [cell.source for cell in cells if cell.cell_type == "code"]
-    lines = sum(1 for source in code for line in source.splitlines() if line.strip())
+    sources, texts = ([cell.source for cell in cells if cell.cell_type == kind] for kind in ("code", "markdown"))
+    words = sum(len(text.split()) for text in texts)
+    lines = sum(1 for source in sources for line in source.splitlines() if line.strip())
     predicted = sum(cell.source.count("Before you run it") for cell in cells)
-    written = sum(source.count("# YOUR LINE") + bool(re.search(r"(return|=|:) None\b", source)) for source in code)
+    written = sum(source.count("# YOUR LINE") + bool(re.search(r"(return|=|:) None\b", source)) for source in sources)
     minutes = words / 150 + lines / 15 + 2 * predicted + 4 * written + len(questions_of(path.stem))
     told = re.search(rf"\({path.name}\) \| (\d+) \|", (ROOT / "notebooks" / "README.md").read_text())
     assert abs(int(told[1]) - minutes) <= 5, minutes

@@ -9,20 +9,15 @@ from places import ROOT
 from course import quiz
 
 
-def right(question):
-    return [choice.get("right", False) for choice in question["choice"]].index(True)
-
-
 @pytest.mark.parametrize("name", quiz.known())
 def test_a_quiz_is_whole_and_the_choices_of_a_question_are_of_about_one_length(name):
     questions = quiz.questions_of(name)
     assert 4 <= len(questions) <= 6
     for question in questions:
-        assert question["ask"]
-        assert len(question["choice"]) >= 2
-        assert all(choice["say"] and choice["why"] for choice in question["choice"])
-        assert [choice.get("right", False) for choice in question["choice"]].count(True) == 1
-        lengths = [len(choice["say"]) for choice in question["choice"]]
+        choices = question["choice"]
+        assert question["ask"] and len(choices) >= 2 and all(choice["say"] and choice["why"] for choice in choices)
+        assert [choice.get("right", False) for choice in choices].count(True) == 1
+        lengths = [len(choice["say"]) for choice in choices]
         assert max(lengths) <= 1.35 * min(lengths), question["ask"]
     assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
 
@@ -41,8 +36,8 @@ def test_neither_length_nor_place_tells_the_right_choice_more_often_than_chance(
     hits, odds = [], []
     for question in (question for name in quiz.known() for question in quiz.questions_of(name)):
         scores = [CUES[cue](place, choice["say"]) for place, choice in enumerate(question["choice"])]
-        best = scores.count(max(scores))  # equals share the hit
-        hits.append((scores[right(question)] == max(scores)) / best)
+        right = next(place for place, choice in enumerate(question["choice"]) if choice.get("right"))
+        hits.append((scores[right] == max(scores)) / scores.count(max(scores)))  # equals share the hit
         odds.append(1 / len(scores))
     assert abs(sum(hits) - sum(odds)) <= 2 * sqrt(sum(p * (1 - p) for p in odds))
 

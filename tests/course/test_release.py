@@ -10,8 +10,10 @@ import sys
 import tarfile
 import zipfile
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from commands import run
 from submissions import SUBMISSIONS, within
 
 from common.errors import InputError
@@ -39,12 +41,9 @@ def released(tmp_path_factory):
     return SimpleNamespace(tree=out / "unpacked" / command.NAME, autograder=here, modes=modes)
 
 
-def run_in(tree, *arguments, **outside):
+def run_in(tree, *arguments):
     """Run Python in a tree, with that tree's modules."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), **outside}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, check=False
-    )
+    return run(*arguments, cwd=tree, PYTHONPATH=str(tree))
 
 
 def autograded(autograder, python=sys.executable, **files):
@@ -60,9 +59,8 @@ def autograded(autograder, python=sys.executable, **files):
 
 
 def test_no_solution_stands_in_the_tree(released):
-    texts = {
-        path: seen(path) for path in released.tree.rglob("*") if path.is_file() and path.suffix not in (".png", ".pt")
-    }
+    files = [path for path in released.tree.rglob("*") if path.is_file() and path.suffix not in (".png", ".pt")]
+    texts = {path: seen(path) for path in files}
     assert len(texts) > 150
     for exercise in ALL:
         for method, solution in solutions(exercise).items():
@@ -98,9 +96,8 @@ def test_no_link_of_the_tree_is_dead(released):
 
 def test_what_the_tree_imports_is_in_it(released):
     """As text: where these tests run, Python would find the repository's packages too."""
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {
-        path.stem for path in ROOT.glob("tests/*/*.py")
-    }
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    packages |= {path.stem for path in ROOT.glob("tests/*/*.py")}
     for path in (path for kind in ("py", "ipynb") for path in released.tree.rglob(f"*.{kind}")):
         for name in re.findall(r"^\s*(?:from|import) ([\w.]+)", seen(path), re.MULTILINE):
             place = released.tree / name.replace(".", "/")
@@ -109,13 +106,12 @@ def test_what_the_tree_imports_is_in_it(released):
 
 
 WAITS = {  # for what a notebook waits while nothing is solved
-    **{
-        "04_communication": "exercises/stage1.py is solved: part 1, owned",
-        "02_gradients": "has what notebook 01 builds",
-    },
     **dict.fromkeys(("00_start_here", "05_throughput"), "exercises/stage1.py is solved"),
-    **{"01_optimizer_states": "has what notebook 01 builds", "03_parameters": "has what notebook 03 builds"},
-    **{"06_memory": "exercises/stage3.py is solved", "11_precision": "exercises/stage2.py is solved"},
+    **dict.fromkeys(("01_optimizer_states", "02_gradients"), "has what notebook 01 builds"),
+    "03_parameters": "has what notebook 03 builds",
+    "04_communication": "exercises/stage1.py is solved: part 1, owned",
+    "06_memory": "exercises/stage3.py is solved",
+    "11_precision": "exercises/stage2.py is solved",
 }
 
 
@@ -157,31 +153,29 @@ def test_an_exercise_as_given_names_its_gaps(released):
     assert "points" not in opened.stdout  # parts are graded where the engine is
 
 
-def mistaken(name, folder):
-    """A submission from the table, as a file."""
-    return next(one for one in SUBMISSIONS if str(one) == name).write(folder)
-
-
-def found_here(worlds, file, exercise):
-    """The first finding of this repository's grader for each promise, or None."""
-    return [finding and finding.where for _, finding in grade(within(worlds), str(file), exercise.key)]
+def graded_here(worlds, folder, name):
+    """A submission from the table as a file, and this repository's finding for each promise, or None."""
+    submission = next(one for one in SUBMISSIONS if str(one) == name)
+    file = submission.write(folder)
+    found = grade(within(worlds), str(file), submission.exercise.key)
+    return file, [finding and finding.where for _, finding in found]
 
 
 def test_recorded_promises_answer_as_the_engines_do(worlds, released, tmp_path):
-    file, report = mistaken("stage 2, room that does not wait", tmp_path), tmp_path / "report.json"
-    run_in(released.tree, "-m", "course.grade", str(file), "--json", str(report))
-    told, here = json.loads(report.read_text()), found_here(worlds, file, EXERCISES[1])
+    file, here = graded_here(worlds, tmp_path, "stage 2, room that does not wait")
+    run_in(released.tree, "-m", "course.grade", file, "--json", tmp_path / "report.json")
+    told = json.loads((tmp_path / "report.json").read_text())
     assert [promise["holds"] for promise in told["promises"]] == [where is None for where in here]
     assert told["finding"]["where"] == next(filter(None, here))
 
 
 def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
-    file = mistaken("overlap, room waits for all that travel", tmp_path)
-    results, here = autograded(released.autograder, overlap=file.read_text()), found_here(worlds, file, LATER[-1])
+    file, here = graded_here(worlds, tmp_path, "overlap, room waits for all that travel")
+    results = autograded(released.autograder, overlap=file.read_text())
     tests = results["tests"]
     assert [test["name"] for test in tests] == [f"overlap.py: {part.method}" for part in LATER[-1].parts]
-    lost = [test for test in tests if test["status"] == "failed"]
-    assert [test["output"].partition("\n")[0] for test in lost] == [next(filter(None, here))]
+    lost = [test["output"].partition("\n")[0] for test in tests if test["status"] == "failed"]
+    assert lost == [next(filter(None, here))]
     assert [test["score"] for test in tests] == [0, 5, 5, 5]
     assert sum(test["max_score"] for test in tests) == 20 and "overlap.py: 15 of 20 points" in results["output"]
 
@@ -198,11 +192,8 @@ def test_a_grader_that_fails_says_so(released, monkeypatch):
     assert released.modes["run_autograder"] & released.modes["setup.sh"] & 0o111 == 0o111
     broken = autograded(released.autograder, python="false")
     assert broken["score"] == 0 and "not your fault" in broken["output"]
-
-    def busy(file, stage):
-        raise InputError("nothing was graded: ranks cannot be started here")
-
-    monkeypatch.setattr(gradescope, "graded", busy)
+    busy = InputError("nothing was graded: ranks cannot be started here")
+    monkeypatch.setattr(gradescope, "graded", mock.Mock(side_effect=busy))
     results = gradescope.results_of(ROOT / "notebooks" / "exercises")
     assert (results["score"], results["tests"]) == (0, [])
     assert results["output"].count("not your fault") == len(ALL)
@@ -223,9 +214,8 @@ def test_the_page_for_lecturers_names_the_points():
 
 def test_the_plan_of_two_weeks_adds_up_to_the_paths_minutes():
     path = (ROOT / "notebooks/README.md").read_text().partition("## The path")[2].partition("\n## ")[0]
-    rows = {
-        name: int(minutes) for name, minutes in re.findall(r"^\| \[`?([^]`]+)`?\].* \| (\d+) \|", path, re.MULTILINE)
-    }
+    told = re.findall(r"^\| \[`?([^]`]+)`?\].* \| (\d+) \|", path, re.MULTILINE)
+    rows = {name: int(minutes) for name, minutes in told}
     page = (ROOT / "notebooks/exercises/LECTURERS.md").read_text()
     assert f"takes {sum(rows.values()):,} minutes, about {sum(rows.values()) / 60:.0f} hours" in page
     planned = re.findall(r"^\| [12].*? \| (.+) \| ([\d or]+) \|$", page, re.MULTILINE)

@@ -1,7 +1,6 @@
 """Engines that students build: the stages' own lines solve the notebooks, and each mistake gets its hint."""
 
 import contextlib
-import importlib
 import io
 import linecache
 import re
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from machine import PATIENCE
-from notebook_runs import NOTEBOOKS, read
+from notebook_runs import code, read
+from places import ROOT
 
 from course.pages.building import check, open_lines
 from course.pages.notebook import Ranks
@@ -20,7 +20,6 @@ from stage1_os.minimal import ShardedOptimizer
 
 WRITTEN = tomllib.loads(Path(__file__).with_name("students_engines.toml").read_text(encoding="utf-8"))
 ONE, TWO, THREE = WRITTEN
-PATHS = {path.stem: path for path in NOTEBOOKS}
 MISTAKES = [
     pytest.param(stage, {int(n): line for n, line in one["lines"].items()}, one["said"], id=f"{stage}-{one['name']}")
     for stage, of in WRITTEN.items()
@@ -37,8 +36,7 @@ def ranks():
 
 def solutions(stage):
     """The marked lines by their numbers, as in the stage's page."""
-    page = importlib.import_module(f"{stage}.minimal").__file__
-    lines = [line.strip() for line in linecache.getlines(page)]
+    lines = [line.strip() for line in (ROOT / stage / "minimal.py").read_text().splitlines()]
     begins = enumerate(WRITTEN[stage]["begins"], start=1)
     return {n: next(line for line in lines if line.startswith(begin)) for n, begin in begins}
 
@@ -62,8 +60,7 @@ def run_cell(source, names):
 
 def opened(stage, ranks):
     """A notebook's cells by their ids, and the namespace of its imports, with the ranks of this test."""
-    notebook = read(PATHS[WRITTEN[stage]["page"]])
-    cells = {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
+    cells = {cell.id: cell.source for cell in code(read(ROOT / "notebooks" / f"{WRITTEN[stage]['page']}.ipynb"))}
     names = {"__name__": "student"}  # a module that ranks cannot import, so classes travel by value
     run_cell(cells["imports"].replace("%matplotlib inline", ""), names)
     names.update(ranks=ranks, RANKS=ranks.size)
@@ -73,9 +70,8 @@ def opened(stage, ranks):
 def build(stage, ranks, lines):
     """The class of a notebook with these lines, and its parts."""
     cells, names = opened(stage, ranks)
-    for source in cells.values():
-        if "# YOUR LINE" in source:
-            run_cell(fill(source, lines), names)
+    for source in (source for source in cells.values() if "# YOUR LINE" in source):
+        run_cell(fill(source, lines), names)
     return names[WRITTEN[stage]["class"]], [names[part] for part in WRITTEN[stage]["parts"]]
 
 
@@ -95,21 +91,25 @@ def test_the_lines_of_the_page_solve_a_notebook_and_right_answers_its_questions(
         assert re.search(f"not yet: .*{hint}", run_cell(cells[name].replace("None", wrong), names)), name
 
 
-@pytest.mark.parametrize(("stage", "lines", "sentence"), MISTAKES)
-def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, lines, sentence):
+def said_of(capsys, ranks, stage, lines):
+    """What is said of a mistake."""
     make, parts = build(stage, ranks, solutions(stage) | lines)
     assert not check(ranks, make, stage, *parts)
-    assert re.search(f"not yet: .*{sentence}", capsys.readouterr().out)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stage", "lines", "sentence"), MISTAKES)
+def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, lines, sentence):
+    assert re.search(f"not yet: .*{sentence}", said_of(capsys, ranks, stage, lines))
 
 
 def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
     """The order shows from 3 ranks on."""
     three = Ranks(3, timeout=PATIENCE)
     lines = {1: "return sum(reversed(received.chunk(dist.get_world_size()))) / dist.get_world_size()"}
-    make, parts = build(ONE, three, solutions(ONE) | lines)
-    assert not check(three, make, ONE, *parts)
+    told = said_of(capsys, three, ONE, lines)
     three.close()
-    assert "is the mean, except its last bits. Think about the order of the sum" in capsys.readouterr().out
+    assert "is the mean, except its last bits. Think about the order of the sum" in told
 
 
 def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
@@ -128,9 +128,7 @@ def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
 def test_a_rank_that_waits_is_ended_with_a_sentence(capsys):
     ranks = Ranks(2, timeout=2)
     lines = {5: "if dist.get_rank(): dist.all_gather(list(self.parameters.chunk(2)), self.shard.data)"}
-    make, parts = build(ONE, ranks, solutions(ONE) | lines)
-    assert not check(ranks, make, ONE, *parts)
-    assert "a rank waits in a collective" in capsys.readouterr().out
+    assert "a rank waits in a collective" in said_of(capsys, ranks, ONE, lines)
     assert not ranks._world.alive
 
 

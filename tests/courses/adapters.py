@@ -163,9 +163,11 @@ def share(tensors):
         tensor.data = whole
 
 
-def mean_over_ranks(tensor):
-    """Average a tensor over ranks, in place."""
-    dist.all_reduce(tensor.div_(dist.get_world_size()))
+def average_gradients(parameters):
+    """Average gradients over ranks, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
 
 def refuse_readers(model):

@@ -12,7 +12,7 @@ Source: the handouts of 2025 and 2026, and tests/adapters.py of https://github.c
 
 import importlib
 
-from adapters import Course, mean_over_ranks, refuse_readers, share
+from adapters import Course, average_gradients, refuse_readers, share
 from torch import nn
 
 from common.models import count
@@ -74,9 +74,7 @@ class ShardedOptimizer(Course):
         return self.ask("get_sharded_optimizer", parameters, kind, **optimizer.keywords)
 
     def after_backward(self):
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                mean_over_ranks(parameter.grad)
+        average_gradients(self.module.parameters())
 
     def optimizer_tensors(self):
         return [tensor for made in [self.optimizer, *self.made] for tensor in tensors_of_state(made)]
@@ -107,9 +105,8 @@ class FSDP(Course):
 
     def after_backward(self):
         self.ask("fsdp_on_after_backward", self.wrapped, self.optimizer)
-        for bias, shape in self.biases:
-            if bias.grad is not None and bias.grad.shape == shape:
-                mean_over_ranks(bias.grad)  # harmless if it is a mean already
+        whole = [bias for bias, shape in self.biases if bias.grad is None or bias.grad.shape == shape]
+        average_gradients(whole)  # harmless for what is a mean already
 
     def clip(self):
         if not hasattr(self.answer(), "fsdp_clip_grad_norm"):

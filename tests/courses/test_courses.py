@@ -1,6 +1,5 @@
 """Adapters for other courses' answers: a toy passes what it claims, and is caught keeping what it should shard."""
 
-import subprocess
 import sys
 from types import ModuleType
 
@@ -9,6 +8,7 @@ import cs336
 import numpy as np
 import pytest
 import torch
+from commands import run
 from first_difference import crash
 from held_and_sent import formula_of, holds, sends
 from matrix import Cell, expected, train_cell
@@ -90,7 +90,6 @@ def test_a_missing_answer_or_import_is_one_line(monkeypatch, tmp_path):
 
 
 def test_a_students_file_runs_by_the_command_of_the_page():
-    toy = {"STUDENT": str(ROOT / "tests/courses/toy_answer.py")}
-    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--engine", "cs336:DDP", "--quick"]
-    said = subprocess.run(command, cwd=ROOT, env=importing(**toy), capture_output=True, text=True, check=False).stdout
+    command = ("-m", "pytest", "tests", "-p", "no:cacheprovider", "--engine", "cs336:DDP", "--quick")
+    said = run(*command, **importing(STUDENT=str(ROOT / "tests/courses/toy_answer.py"))).stdout
     assert "Nothing fails" in said, said

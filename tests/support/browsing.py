@@ -18,6 +18,7 @@ CONTRAST = """() => {
   const [low, high] = [style.color, style.backgroundColor].map(luminance).sort((one, other) => one - other);
   return [style.backgroundColor, (high + 0.05) / (low + 0.05)];
 }"""
+LETTERS = {"phone": 10, "laptop": 10, "projector": 13}  # the smallest that can be read there
 SMALLEST = """() => Math.min(...[...document.querySelectorAll("body *")]
   .filter((one) => one.checkVisibility() && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()))
   .map((one) => parseFloat(getComputedStyle(one).fontSize)))"""
@@ -61,3 +62,16 @@ def opening(browser):
     for context in contexts:
         context.close()
     assert not wrong
+
+
+def assert_fits(page, screen):
+    """Nothing is wider than the screen, and all letters can be read."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(SMALLEST) >= LETTERS[screen]
+
+
+def shards_shown(stepper):
+    """The states of all shards that a stepper shows, a row of letters for each."""
+    return stepper.locator(".ranks .shards").evaluate_all(
+        "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
+    )
