@@ -280,25 +280,21 @@ def a_gradient_of_a_gradient(engine, x):
     engine.backward(value + gradient.square().sum())
 
 
-@functools.cache
-def penalized(world, name):
-    """The weights after a penalized step within gathered()."""
-    made = small_engine(world, name)
-    with made.gathered():
-        assert message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0)) is None
-    made.step()
-    return made.full_state_dict()
-
-
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
 def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_if_weights_are_freed(world, name):
-    message = message_in_step(a_gradient_of_a_gradient, small_engine(world, name), inputs(world, 0))
+    made, whole = (small_engine(world, one) for one in (name, "stage0_ddp"))
+    message = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
     if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
         assert message is None
     else:
         assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
         assert message.endswith("within engine.gathered()")
-    assert same_bits(penalized(world, name), penalized(world, "stage0_ddp"))
+    for one in (made, whole):
+        one.zero_grad()
+        with one.gathered():
+            a_gradient_of_a_gradient(one, inputs(world, 0))
+        one.step()
+    assert same_bits(made.full_state_dict(), whole.full_state_dict())
 
 
 NOT_OF_AN_ENGINE = {
@@ -358,18 +354,20 @@ def another_layer(module):
 MOVED = "has left the engine's storage, by model.to"
 CHANGE = "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build"
 NEW = f"was added later, and would not be trained; {CHANGE}"
-LEAVING = {
+LEAVING = {  # how they leave: (change, which is named, why)
     "assigned": (assigned, "convolution.weight", NEW),
     "another layer": (another_layer, "convolution.weight", NEW),
     "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
     "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "has left the model"),
     "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
     "in another precision": (lambda module: module.double(), "", MOVED),
+    "there and back": (double_and_float, "", MOVED),  # stage 3 alone refuses it
 }
+LEFT = [(stage, how) for stage in STAGES[:3] for how in LEAVING if how != "there and back"]
+LEFT += [("stage3_param", "another layer"), ("stage3_param", "there and back")]
 
 
-@pytest.mark.parametrize("how", LEAVING)
-@pytest.mark.parametrize("stage", STAGES[:3])
+@pytest.mark.parametrize(("stage", "how"), LEFT)
 def test_parameters_that_left_the_engine_are_refused_by_name(world, stage, how):
     change, name, why = LEAVING[how]
     made = small_engine(world, stage, make=Convolution)
@@ -391,13 +389,6 @@ def test_parameters_that_come_back_as_they_were_train_on(world, stage, move):
             step(one, inputs(world, index))
         move(made.module)
     assert same_bits(made.full_state_dict(), still.full_state_dict())
-
-
-@pytest.mark.parametrize(("change", "why"), [(double_and_float, MOVED), (another_layer, NEW)])
-def test_stage_3_refuses_them_too(world, change, why):
-    made = small_engine(world, "stage3_param", make=Convolution)
-    change(made.module)
-    assert why in message_in_step(made, inputs(world, 0))
 
 
 def test_parameters_that_are_frozen_or_thawed_later_cannot_be_trained(world, stage):
@@ -487,12 +478,6 @@ def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worl
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
-
-
-def door(world, engine, optimizer):
-    """What validation says of an optimizer."""
-    torch.manual_seed(0)
-    return message_in_step(make_engine, engine, Net().to(world.device), optimizer)
 
 
 def sgd(looks_at):
@@ -659,7 +644,7 @@ def with_a_hook(register):
 def test_hooks_of_a_step_are_refused_in_the_factory_and_later(world, name, register):
     made = small_engine(world, name)
     later = message_in_step(getattr(made.optimizer, register), lambda *_: None)
-    assert door(world, name, with_a_hook(register)) == later
+    assert message_in_step(make_engine, name, Net().to(world.device), with_a_hook(register)) == later
     assert later == (
         "a hook of the optimizer's step would be called once per shard; do it in step() of the optimizer that "
         "the factory makes, which sees each shard alone"
@@ -727,50 +712,6 @@ def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(wo
 # ---- two engines ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def adversaries(world, engine):
-    """A discriminator that gets gradients from the generator's backward too, and drops none of them."""
-    generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
-    for index in range(3):
-        generator.backward(loss(critic(generator(inputs(world, index)))))
-        generator.step()
-        critic.backward(loss(critic(inputs(world, index + 10))))
-        critic.step()
-    return generator.full_state_dict(), critic.full_state_dict()
-
-
-def test_gradients_of_another_engines_backward_wait_for_the_step(world, stage):
-    assert all(map(same_bits, adversaries(world, stage), adversaries(world, "stage0_ddp")))
-
-
-class Plain:
-    """A loop without an engine, on every rank: each backward's gradients are averaged in rank order and accumulated."""
-
-    def __init__(self, world, engine, seed=0, make=Net):
-        torch.manual_seed(seed)
-        self.module = make().to(world.device)
-        self.optimizer = UNFUSED(self.module.parameters())
-
-    def __call__(self, x):
-        return self.module(x)
-
-    def backward(self, value, retain_graph=False):
-        before = {name: p.grad for name, p in self.module.named_parameters()}
-        self.module.zero_grad()
-        value.backward(retain_graph=retain_graph)
-        for name, parameter in self.module.named_parameters():
-            pieces = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-            dist.all_gather(pieces, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-            parameter.grad = sum(pieces) / len(pieces) + (0 if before[name] is None else before[name])
-
-    def step(self):
-        self.optimizer.step()
-        self.module.zero_grad()
-
-    def full_state_dict(self):
-        return {name: value.clone() for name, value in self.module.state_dict().items()}
-
-
 DROPS = (
     lambda made: made.module.zero_grad(),
     lambda made: (made(torch.ones(1, 1, WIDTH)), made.module.zero_grad()),
@@ -779,10 +720,10 @@ DROPS = (
 )
 
 
-def gan(world, make):
+def gan(world, make, drops=DROPS):
     """The loop of DCGAN: the critic drops the gradients of the generator's loss before its own backward."""
     generator, critic = (make(world, seed=seed) for seed in range(2))
-    for index, drop in enumerate(DROPS):
+    for index, drop in enumerate(drops):
         x, real = inputs(world, index), inputs(world, index + 10)
         drop(critic)
         critic.backward(loss(critic(real)))
@@ -792,6 +733,15 @@ def gan(world, make):
         generator.backward(loss(critic(generator(x))))
         generator.step()
     return generator.full_state_dict(), critic.full_state_dict()
+
+
+def test_gradients_of_another_engines_backward_wait_for_the_step(world, stage):
+    """The critic drops none of those from the generator's backward."""
+    ended, expected = (
+        gan(world, functools.partial(small_engine, engine=one, bucket_mb=1e-6), drops=[lambda made: None] * 3)
+        for one in (stage, "stage0_ddp")
+    )
+    assert all(map(same_bits, ended, expected))
 
 
 def in_parts(world, make):
@@ -844,8 +794,11 @@ def in_another_order(world, make):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
 def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(world, engine, loop):
-    ended = loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))
-    assert all(map(same_bits, ended, loop(world, functools.partial(Plain, engine=None))))
+    ended, expected = (
+        loop(world, functools.partial(small_engine, engine=one, bucket_mb=1e-4))
+        for one in (engine, "baseline:PlainLoop")
+    )
+    assert all(map(same_bits, ended, expected))
 
 
 @pytest.mark.seven
