@@ -114,8 +114,7 @@ def load_state_dict(made, weights):
 @pytest.mark.seven
 def test_weights_come_back_from_snapshots_and_state_dicts(world, engine):
     precision = ("fp16", "bf16", "fp32")[world.size - 1]
-    made = small_engine(world, engine, precision)
-    step(made, inputs(world, 0))
+    made = small_engine(world, engine, precision, steps=1)
     best, kept = made.full_state_dict(), made.snapshot()
     step(made, inputs(world, 1))
     after = made.full_state_dict()
@@ -234,9 +233,8 @@ KEPT_BY = {  # what writes between steps -> the engines that keep it
 @pytest.mark.parametrize("write", KEPT_BY, ids=lambda write: write.__name__)
 @pytest.mark.seven
 def test_weights_and_states_written_between_steps_are_kept_or_refused(world, engine, write):
-    made, expected = (small_engine(world, name) for name in (engine, "stage0_ddp"))
+    made, expected = (small_engine(world, name, steps=1) for name in (engine, "stage0_ddp"))
     for one in (made, expected):
-        step(one, inputs(world, 0))
         message = message_in_step(lambda one=one: (write(one), step(one, inputs(world, 1))))
         assert (message is None) == (one is expected or engine in KEPT_BY[write])
         assert message is None or "written" in message or "freed" in message
@@ -251,9 +249,7 @@ def test_weights_and_states_written_between_steps_are_kept_or_refused(world, eng
 def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, engine, other):
     """A copy of the model goes on like the original, and one with another block trains from there."""
     precision = ("fp16", "bf16", "fp32")[world.size - 1]
-    old = small_engine(world, engine, precision)
-    for index in range(2):
-        step(old, inputs(world, index))
+    old = small_engine(world, engine, precision, steps=2)
     with old.gathered():
         model = copy.deepcopy(old.module)
     options = {"precision": precision, "bucket_mb": 1e-4}
@@ -409,9 +405,8 @@ def test_parameters_that_are_frozen_or_thawed_later_cannot_be_trained(world, sta
 
 
 def test_a_model_has_one_engine_at_a_time(world, stage):
-    torch.manual_seed(0)
-    module = Net().to(world.device)
-    first = make_engine(stage, module)
+    first = small_engine(world, stage)
+    module = first.module
     second, of_a_part = (message_in_step(make_engine, stage, model) for model in (module, module.blocks))
     assert second.startswith("'stem.weight' has an engine already; delete that first, or build a model for each")
     assert second.endswith("one class that steps each of param_groups by its own rule")
@@ -442,14 +437,12 @@ OPTIONS = {  # what is given: to all ranks but the last, and to the last
 
 @pytest.mark.ranks(4)
 def test_ranks_agree_on_the_engine(world):
-    torch.manual_seed(0)
-    said = message_in_step(make_engine, STAGES[world.rank], Net().to(world.device))
+    said = message_in_step(small_engine, world, STAGES[world.rank])
     assert said.startswith("the engine differs between rank")
 
 
 @pytest.mark.parametrize(
-    ("stage", "option"),
-    [pair for pair in itertools.product(STAGES, OPTIONS) if pair[1] != "keep_last" or pair[0] == "stage3_param"],
+    ("stage", "option"), [*itertools.product(STAGES, [*OPTIONS][:-1]), ("stage3_param", "keep_last")]
 )
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(world, stage, option):
     torch.manual_seed(0)
@@ -567,10 +560,8 @@ def test_an_optimizer_that_looks_beyond_an_element_is_refused_with_what_to_write
 @pytest.mark.seven
 def test_only_the_rank_and_engine_that_made_an_optimizer_state_dict_can_load_it(world, engine):
     """It is a shard, except in stage 0, where every rank has the same whole one."""
-    made = small_engine(world, engine, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
-    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad")
-    for one in (made, other):
-        step(one, inputs(world, 0))
+    made = small_engine(world, engine, steps=1, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
+    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad", steps=1)
     given = [made.optimizer.state_dict()]
     dist.broadcast_object_list(given, 0)
     said = message_of(made.optimizer.load_state_dict, given[0])
@@ -614,9 +605,7 @@ def limited_instance(parameters, **options):
 @functools.cache
 def trained(world, engine, factory, precision):
     """The weights after three steps; some are larger than LIMIT at first."""
-    torch.manual_seed(0)
-    optimizer = functools.partial(factory, lr=10.0, momentum=0.9)
-    made = make_engine(engine, Net().to(world.device), optimizer, precision=precision)
+    made = small_engine(world, engine, precision, optimizer=functools.partial(factory, lr=10.0, momentum=0.9))
     assert max(value.abs().max() for value in made.full_state_dict().values()) > LIMIT
     for index in range(3):
         step(made, inputs(world, index))
@@ -644,7 +633,7 @@ def with_a_hook(register):
 def test_hooks_of_a_step_are_refused_in_the_factory_and_later(world, name, register):
     made = small_engine(world, name)
     later = message_in_step(getattr(made.optimizer, register), lambda *_: None)
-    assert message_in_step(make_engine, name, Net().to(world.device), with_a_hook(register)) == later
+    assert message_in_step(small_engine, world, name, optimizer=with_a_hook(register)) == later
     assert later == (
         "a hook of the optimizer's step would be called once per shard; do it in step() of the optimizer that "
         "the factory makes, which sees each shard alone"
@@ -694,8 +683,7 @@ def wrap(optimizer):
 @pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)])
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
 def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(world, name, order):
-    made = small_engine(world, name)
-    step(made, inputs(world, 0))
+    made = small_engine(world, name, steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]

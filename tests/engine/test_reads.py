@@ -12,16 +12,7 @@ import torch.nn.functional as F
 from late_lanes import on_lane
 from reading import GATHERED, IN_FORWARD, IN_LOSS, SHARDED, USES, Model, Scene, outcome
 from torch import nn
-from training import (
-    STAGES,
-    inputs,
-    make_engine,
-    message_in_step,
-    message_of,
-    same_bits,
-    small_engine,
-    train_step,
-)
+from training import STAGES, inputs, make_engine, message_in_step, message_of, same_bits, small_engine, train_step
 from trap_models import CASES, WIDTH, Appending, Net, Rooted, loss, net, run_appending, step
 
 from common.loop import sha256
@@ -70,10 +61,7 @@ ROADS = {  # "of torch" in CASES has the old weight_norm
 def train_on(world, engine, road, lane):
     make, run = ROADS[road]
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
-        made = small_engine(world, engine, make=make, bucket_mb=1e-6)
-        for index in range(3):
-            run(made, inputs(world, index))
-        return made.full_state_dict()
+        return small_engine(world, engine, make=make, bucket_mb=1e-6, steps=3, run=run).full_state_dict()
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -93,9 +81,7 @@ def digests(world, engine, lane, part):
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
         for case in PARTS[part]:
             make, run = CASES[case]
-            made = small_engine(world, engine, make=make, bucket_mb=1e-6)
-            for step in range(2):
-                run(made, inputs(world, step))
+            made = small_engine(world, engine, make=make, bucket_mb=1e-6, steps=2, run=run)
             weights = made.full_state_dict()
             found[case] = sha256({name: weights[name] for name, _ in made.module.named_parameters()})
     return found
@@ -236,8 +222,7 @@ SITUATIONS = {
 def run_alone(world, engine, situation):
     """A step in a situation; then the outputs of modules that run alone, one as integers, which show NaN as well."""
     make, run = SITUATIONS[situation]
-    made = small_engine(world, engine, make=make)
-    step(made, inputs(world, 0))
+    made = small_engine(world, engine, make=make, steps=1)
     run(made, inputs(world, 1))
     x = inputs(world, 2)
     with torch.no_grad():
@@ -263,8 +248,7 @@ def copied(module):
 
 
 def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_handed_out(world, stage):
-    made = small_engine(world, stage)
-    step(made, inputs(world, 0))
+    made = small_engine(world, stage, steps=1)
     for road, module in itertools.product((nn.Module.state_dict, copy.deepcopy), (made.module, made.module.head)):
         said = message_of(road, module)
         if stage == "stage3_param":
@@ -285,8 +269,7 @@ def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_hande
 
 
 def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(world, stage):
-    made, plain = small_engine(world, stage), Net()
-    step(made, inputs(world, 0))
+    made, plain = small_engine(world, stage, steps=1), Net()
     with made.gathered():
         state = made.module.state_dict()
     plain.load_state_dict(state)

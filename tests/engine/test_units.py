@@ -9,21 +9,8 @@ import pytest
 import torch
 from late_lanes import on_lane
 from torch import nn
-from training import ADAMW, BUCKET_MB, batch, inputs, make_engine, message_of, same_bits, small_engine
-from trap_models import (
-    CASES,
-    RECOMPUTE,
-    Block,
-    Net,
-    Quantized,
-    Rooted,
-    Stop,
-    around_each,
-    chain,
-    loss,
-    net,
-    step,
-)
+from training import ADAMW, BUCKET_MB, batch, inputs, message_of, same_bits, small_engine
+from trap_models import CASES, RECOMPUTE, Block, Net, Quantized, Rooted, Stop, around_each, chain, loss, net, step
 
 from common import models
 from common.engine.layout import FlatRange
@@ -33,16 +20,15 @@ from common.loop import sha256
 from common.tensors import map_tensors
 from stage3_param import Engine
 
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
 
 @pytest.mark.parametrize("case", ["plain", "root", "alternating", "reentrant: routed, around two"])
 def test_without_keep_last_stage_3_has_the_bits_of_stage_0(world, case):
     """The equivalence matrix has the default."""
     make, run = CASES[case]
-    freeing = small_engine(world, "stage3_param", make=make, keep_last=False)
-    whole = small_engine(world, "stage0_ddp", make=make)
-    for index in range(3):
-        for made in (freeing, whole):
-            run(made, inputs(world, index))
+    freeing = small_engine(world, "stage3_param", make=make, keep_last=False, steps=3, run=run)
+    whole = small_engine(world, "stage0_ddp", make=make, steps=3, run=run)
     assert same_bits(freeing.full_state_dict(), whole.full_state_dict())
 
 
@@ -89,8 +75,7 @@ def momentum_switched_on(made, x):
 @pytest.mark.seven
 def test_bytes_of_an_odd_step_are_those_predicted(world, engine, odd_step):
     run = functools.partial(around_each, RECOMPUTE["reentrant"]) if odd_step is penalized else chain
-    made = make_engine(engine, Rooted(run), functools.partial(torch.optim.SGD, lr=0.1))
-    step(made, inputs(world, 0))
+    made = small_engine(world, engine, make=functools.partial(Rooted, run), optimizer=SGD, steps=1)
     made.comm.traffic.reset()
     odd_step(made, inputs(world, 1))
     counts, predicted = made.accounting.measured(), made.accounting.predicted()
@@ -206,8 +191,7 @@ TOLD = (
 @pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "quantized:Copies"])
 def test_a_read_of_a_freed_weight_is_refused_by_name(world, name):
     """The steps around it are unharmed. What models do on their own is not refused."""
-    made = make_engine(name, Net(block=Quantized))
-    step(made, inputs(world, 0))
+    made = small_engine(world, name, make=net(block=Quantized), steps=1)
     for tell in TOLD:
         tell(made.module)
     for read, values in READS.items():
@@ -218,7 +202,7 @@ def test_a_read_of_a_freed_weight_is_refused_by_name(world, name):
 
 
 def test_nothing_is_sent_within_gathered(world):
-    engine = make_engine("stage3_param", Rooted())
+    engine = small_engine(world, "stage3_param", make=Rooted)
     with engine.gathered(), torch.no_grad():
         engine.comm.traffic.reset()
         engine(engine(inputs(world, 0)))
@@ -228,7 +212,7 @@ def test_nothing_is_sent_within_gathered(world):
 
 
 def test_parameters_do_not_change_within_gathered(world, tmp_path):
-    engine = make_engine("stage3_param", Net())
+    engine = small_engine(world, "stage3_param")
     engine.save(tmp_path)
     engine.backward(loss(engine(inputs(world, 0))))
     with engine.gathered(engine.module.stem):
@@ -419,10 +403,8 @@ def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
         for name in graphs:
             model, does = GRAPHS[name]
-            torch.manual_seed(0)
             options = OPTIONS_OF.get(name, {}) if "keep_last" in find_engine(engine).own_options else {}
-            sgd = functools.partial(torch.optim.SGD, lr=0.1)
-            made = make_engine(engine, model().to(world.device), sgd, **options)
+            made = small_engine(world, engine, make=model, optimizer=SGD, **options)
             for step in range(3):
                 made.comm.traffic.reset()
                 for number, block in enumerate(made.module.blocks):
@@ -468,8 +450,7 @@ def past_the_engine(made, outputs):
 
 def trained_after(world, engine, failure):
     """Two steps of a loss that reads a different head on each rank, after backwards that fail at yet another head."""
-    torch.manual_seed(0)
-    made = make_engine(engine, Many(with_heads).to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
+    made = small_engine(world, engine, make=functools.partial(Many, with_heads), optimizer=SGD)
     for index in range(2):
         for clears in (False, True):
             with contextlib.suppress(Stop, RuntimeError):

@@ -121,9 +121,7 @@ def test_training_goes_on_from_there_as_in_stage_0(world, precision):
 
 
 def test_a_delayed_update_lands_before_weights_are_written(world):
-    made = small_engine(world, "offloaded:Delayed")
-    for index in range(3):
-        step(made, inputs(world, index))
+    made = small_engine(world, "offloaded:Delayed", steps=3)
     before = shown(made)
     with made.gathered(made.module.head, write=True):
         assert not same_bits(before, shown(made))
@@ -171,9 +169,7 @@ def shown(made):
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_write_that_fails_or_differs_between_ranks_leaves_weights_as_they_were(world, name, precision, failure):
-    made, undisturbed = (small_engine(world, name, precision=precision, make=Tied) for _ in range(2))
-    for one in (made, undisturbed):
-        step(one, inputs(world, 0))
+    made, undisturbed = (small_engine(world, name, precision, Tied, steps=1) for _ in range(2))
     before = made.full_state_dict()
     with made.gathered():
         as_shown = shown(made)
@@ -213,8 +209,7 @@ def test_contexts_nest_and_the_inner_one_keeps_its_own_writes(world, name):
 @pytest.mark.parametrize("road", ROADS[:-1], ids=lambda road: road.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_write_within_gathered_is_refused(world, name, precision, road):
-    made = small_engine(world, name, precision=precision, make=Tied)
-    step(made, inputs(world, 0))
+    made = small_engine(world, name, precision, Tied, steps=1)
     before = made.full_state_dict()
     with pytest.raises(InputError) as caught, made.gathered():
         road(made.module)
@@ -244,8 +239,7 @@ def average(engine):
 def after_a_write(world, engine, precision, write):
     """The messages of the next forward and of the next step."""
     for next_call in (lambda made: made(inputs(world, 1)), lambda made: made.step()):
-        made = small_engine(world, engine, precision=precision)
-        step(made, inputs(world, 0))
+        made = small_engine(world, engine, precision, steps=1)
         made.backward(loss(made(inputs(world, 1))))
         write(made)
         yield message_in_step(next_call, made)
@@ -332,9 +326,7 @@ LOST += r"build the engine after it, or write weights within `with engine.gather
 @functools.cache
 def written_in_forward(world, engine, precision, make):
     """The weights after some steps, read before the engine knows of the last write."""
-    made = small_engine(world, engine, precision=precision, make=make)
-    for index in range(3):
-        step(made, inputs(world, index))
+    made = small_engine(world, engine, precision, make, steps=3)
     with torch.no_grad():
         made(inputs(world, 3))
     return made.full_state_dict()
@@ -376,9 +368,7 @@ def test_a_frozen_twin_follows_between_steps(world, engine, precision):
 @pytest.mark.ranks(4)
 def test_zeropp_shows_weights_as_they_are_kept_and_computes_with_rounded_ones(world, precision):
     """gathered() shows what full_state_dict() returns: at rest, between forward and backward, and for one module."""
-    made, plain = (small_engine(world, "quantized:All", precision=precision) for _ in range(2))
-    for one in (made, plain):
-        step(one, inputs(world, 0))
+    made, plain = (small_engine(world, "quantized:All", precision, steps=1) for _ in range(2))
     x = inputs(world, 1)
     for between in (False, True):
         value = loss(made(x)) if between else None
