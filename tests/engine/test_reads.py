@@ -344,12 +344,8 @@ def test_a_penalty_in_gathered_keeps_its_weights_until_a_backward_has_used_them_
 # ---- torch.func -----------------------------------------------------------------------------------------------------
 
 
-def sample_loss(module, parameters, x):
-    return loss(torch.func.functional_call(module, parameters, (x,)))
-
-
 def of_each_sample(module, parameters, x):
-    gradients = torch.func.grad(functools.partial(sample_loss, module))
+    gradients = torch.func.grad(lambda parameters, x: loss(torch.func.functional_call(module, parameters, (x,))))
     return torch.func.vmap(gradients, (None, 0))(parameters, x)["head.weight"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from late_lanes import on_lane
 from torch import nn
-from training import ADAMW, BUCKET_MB, batch, inputs, message_of, same_bits, small_engine
+from training import ADAMW, BUCKET_MB, batch_loss, inputs, message_of, same_bits, small_engine
 from trap_models import CASES, RECOMPUTE, Block, Net, Quantized, Rooted, Stop, around_each, chain, loss, net, step
 
 from common import models
@@ -160,8 +160,7 @@ def test_at_most_two_units_are_alive_beyond_those_in_use(world, how):
         block.forward = functools.partial(RECOMPUTE[how], block.forward)
     engine = Watched(model, ADAMW, init=models.initial_values(0), bucket_mb=BUCKET_MB)
     for index in range(3):
-        inputs, targets = batch(engine.module, world, index, global_batch=4)
-        engine.backward(models.loss(engine(inputs), targets))
+        engine.backward(batch_loss(engine, world, index, global_batch=4))
         engine.step()
     assert engine.idle in (1, 2)
 
@@ -273,15 +272,12 @@ CUTS = {  # name -> (factory of a model, {unit: its parameters, without ".weight
         lambda: Holding(p=nn.ParameterList([torch.ones(1), torch.ones(2)]), a=LINEAR()),
         {"": ["p.0", "p.1"], "a": ["a"]},
     ),
-    "ties within a block": (
+    "tied within a block": (
         lambda: tied("1.x", "1.y", nn.Sequential(LINEAR(), Holding(x=LINEAR(), y=LINEAR()))),
         {"0": ["0"], "1": ["1.x"]},
     ),
-    "ties between blocks": (
-        lambda: tied("2", "0", nn.Sequential(LINEAR(), LINEAR(), LINEAR())),
-        {"": ["0"], "1": ["1"]},
-    ),
-    "ties between blocks of a list without forward": (
+    "tied blocks": (lambda: tied("2", "0", nn.Sequential(LINEAR(), LINEAR(), LINEAR())), {"": ["0"], "1": ["1"]}),
+    "tied blocks of a list without forward": (
         lambda: tied("a.b.1", "a.b.0", Holding(a=Holding(b=nn.ModuleList([LINEAR(), LINEAR()])))),
         {"a": ["a.b.0"]},
     ),

@@ -1,6 +1,7 @@
 """Validation of an engine's input: refused in one line, on every rank, in every stage, before anything is sent."""
 
 import itertools
+import math
 import re
 from collections import OrderedDict
 from functools import partial
@@ -56,7 +57,7 @@ def groups(choose, frozen=False):
 
 
 def at_rate(value, optimizer=optim.AdamW):
-    return options(optimizer=partial(optimizer, lr=float(value)))
+    return options(optimizer=partial(optimizer, lr=value))
 
 
 NOT_A_FACTORY = "optimizer is an optimizer, not a factory; give what builds one over the shards"
@@ -66,9 +67,7 @@ UNLISTED = "param_groups lists a tensor that is no trainable parameter of the mo
 LEFT_OUT = r"param_groups leaves out '2.bias'; list it, or freeze it by requires_grad_\(False\)"
 ON_META = " is on the meta device; give init=, which fills it, or"
 OTHER_DTYPE = "'0.weight' is torch.float64, and engines train fp32, bf16 and fp16; build it in float32"
-OTHER_PRECISION = (
-    "the model is built in torch.float16, but its inputs are cast to torch.float32; give its own precision="
-)
+OTHER_PRECISION = "the model is built in torch.float16, but its inputs are cast to torch.float32; give its own prec"
 
 CASES = {  # case: (what the engine is given on a rank, what the message begins with)
     "an optimizer": (options(optimizer=optim.AdamW([torch.zeros(1)])), NOT_A_FACTORY),
@@ -76,31 +75,22 @@ CASES = {  # case: (what the engine is given on a rank, what the message begins 
     "LBFGS": (options(optimizer=optim.LBFGS), NEEDS_A_LOSS),
     "Adafactor": (options(optimizer=optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps 64 elements diff")),
     "Muon": (options(optimizer=optim.Muon), NOT_ELEMENTWISE.format("it fails on a flat shard: .*2D")),
-    "no learning rate": (at_rate("nan"), "the optimizer cannot be built: Invalid learning rate: nan"),
-    "no learning rate, which torch takes": (
-        at_rate("nan", optim.SGD),
-        "the optimizer's lr is nan; give a finite learning rate",
-    ),
-    "an infinite learning rate": (at_rate("inf"), "the optimizer's lr is inf"),
-    "a group without a learning rate": (
-        groups(lambda parameters: [{"params": parameters, "lr": float("nan")}]),
-        "the optimizer's lr is nan",
-    ),
+    "no learning rate": (at_rate(math.nan), "the optimizer cannot be built: Invalid learning rate: nan"),
+    "none, which torch takes": (at_rate(math.nan, optim.SGD), "the optimizer's lr is nan; give a finite learning rate"),
+    "an infinite learning rate": (at_rate(math.inf), "the optimizer's lr is inf"),
+    "a group without one": (groups(lambda four: [{"params": four, "lr": math.nan}]), "the optimizer's lr is nan"),
     "a norm below 0": (options(clip_norm=-1.0), "clip_norm=-1.0: give a norm above 0"),
     "a norm of another kind": (options(norm_type=1.0), "norm_type=1.0: give 2.0, or math.inf for the largest element"),
     "a sum in fewer bits": (options(reduce_dtype=torch.bfloat16), "reduce_dtype=torch.bfloat16: give torch.float32"),
     "a bucket of no size": (options(bucket_mb=0), "bucket_mb=0: a bucket needs a size"),
     "unknown precision": (options(precision="fp8"), "unknown precision 'fp8'; choose one of: fp32, bf16, fp16"),
-    "groups that leave one out": (groups(lambda parameters: [{"params": parameters[:3]}]), LEFT_OUT),
+    "groups that leave one out": (groups(lambda four: [{"params": four[:3]}]), LEFT_OUT),
     "groups that repeat one": (
-        groups(lambda parameters: [{"params": parameters}, {"params": parameters[2:3]}]),
+        groups(lambda four: [{"params": four}, {"params": four[2:3]}]),
         "param_groups lists '2.weight' 2 times; list it once",
     ),
-    "groups that invent one": (
-        groups(lambda parameters: [{"params": [*parameters, nn.Parameter(torch.ones(1))]}]),
-        UNLISTED,
-    ),
-    "groups that list a frozen one": (groups(lambda parameters: [{"params": parameters}], frozen=True), UNLISTED),
+    "groups that invent one": (groups(lambda four: [{"params": [*four, nn.Parameter(torch.ones(1))]}]), UNLISTED),
+    "groups that list a frozen one": (groups(lambda four: [{"params": four}], frozen=True), UNLISTED),
     "no parameter": (options(model=nn.Identity()), "the model has no parameter"),
     "a meta parameter without init": (changed(lambda module: module.to("meta")), f"'0.weight'{ON_META}"),
     "a meta buffer without init": (

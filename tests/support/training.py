@@ -131,10 +131,15 @@ def batch(module, world, step=0, global_batch=24):
     return inputs.to(world.device), targets.to(world.device)
 
 
+def batch_loss(engine, world, step=0, global_batch=24):
+    """The loss of this rank's part of a global batch."""
+    inputs, targets = batch(engine.module, world, step, global_batch)
+    return models.loss(engine(inputs), targets)
+
+
 def train_step(engine, world, step=0):
     """Forward, backward, step; return the loss."""
-    inputs, targets = batch(engine.module, world, step)
-    loss = models.loss(engine(inputs), targets)
+    loss = batch_loss(engine, world, step)
     engine.backward(loss)
     engine.step()
     return loss.item()
