@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
-from training import batch, make_engine, message_of, same_bits, small_engine, train_step
+from training import batch_loss, make_engine, message_of, same_bits, small_engine, train_step
 from training import inputs as inputs_of
 from trap_models import Counting, FewRows, Net
 
@@ -63,8 +63,7 @@ class Broken(torch.optim.SGD):
 def test_a_step_that_failed_half_way_is_not_repeated_and_leaves_no_gradient(world, stage):
     engine = make_engine(stage, optimizer=functools.partial(Broken, lr=0.1))
     engine.optimizer.shards_left = 1
-    inputs, targets = batch(engine.module, world)
-    engine.backward(models.loss(engine(inputs), targets))
+    engine.backward(batch_loss(engine, world))
     assert message_of(engine.step) == "broken"
     assert message_of(engine.step) == "step() without a backward() since the last step"
     assert all(bucket.optimizer_shard.master.grad is None for bucket in engine.buckets)
@@ -176,18 +175,17 @@ def test_the_users_own_messages_and_the_engines_do_not_mix(world, stage):
     assert engine.full_state_dict()["0.weight"].isfinite().all()
 
 
+def unrolled():
+    return Net(lambda blocks, x: blocks[2](blocks[1](blocks[0](x))))
+
+
 @pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
 def test_a_compiled_model_trains_to_the_bits_of_the_plain_one(world, stage):
-    ends = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        module = Net(lambda blocks, x: blocks[2](blocks[1](blocks[0](x))))
-        engine = make_engine(stage, torch.compile(module, backend="eager") if compiles else module)
-        for index in range(2):
-            engine.backward(engine(inputs_of(world, index)).square().mean())
-            engine.step()
-        ends.append(engine.full_state_dict().values())
-    assert all(map(torch.equal, *ends))
+    plain, compiled = (
+        small_engine(world, stage, make=make, steps=2).full_state_dict().values()
+        for make in (unrolled, lambda: torch.compile(unrolled(), backend="eager"))
+    )
+    assert all(map(torch.equal, plain, compiled))
 
 
 @pytest.mark.seven

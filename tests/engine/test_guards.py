@@ -13,18 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
-from training import (
-    ADAMW,
-    ENGINES,
-    STAGES,
-    UNFUSED,
-    inputs,
-    make_engine,
-    message_in_step,
-    message_of,
-    same_bits,
-    small_engine,
-)
+from training import ENGINES, STAGES, UNFUSED, inputs, make_engine, message_in_step, message_of, same_bits, small_engine
 from trap_models import WIDTH, Block, FrozenEnds, Net, chain, loss, step
 
 from common.engine.validation import check_elementwise
@@ -114,8 +103,7 @@ def load_state_dict(made, weights):
 @pytest.mark.seven
 def test_weights_come_back_from_snapshots_and_state_dicts(world, engine):
     precision = ("fp16", "bf16", "fp32")[world.size - 1]
-    made = small_engine(world, engine, precision)
-    step(made, inputs(world, 0))
+    made = small_engine(world, engine, precision, steps=1)
     best, kept = made.full_state_dict(), made.snapshot()
     step(made, inputs(world, 1))
     after = made.full_state_dict()
@@ -225,6 +213,11 @@ def zeroed(engine):
         state["exp_avg"].zero_()
 
 
+def write_and_step(write, engine, x):
+    write(engine)
+    step(engine, x)
+
+
 KEPT_BY = {  # what writes between steps -> the engines that keep it
     clamped: ("stage0_ddp", "stage1_os", "stage2_grad"),
     zeroed: (*STAGES, "offload", "quantized:Copies"),
@@ -234,15 +227,14 @@ KEPT_BY = {  # what writes between steps -> the engines that keep it
 @pytest.mark.parametrize("write", KEPT_BY, ids=lambda write: write.__name__)
 @pytest.mark.seven
 def test_weights_and_states_written_between_steps_are_kept_or_refused(world, engine, write):
-    made, expected = (small_engine(world, name) for name in (engine, "stage0_ddp"))
-    for one in (made, expected):
-        step(one, inputs(world, 0))
-        message = message_in_step(lambda one=one: (write(one), step(one, inputs(world, 1))))
-        assert (message is None) == (one is expected or engine in KEPT_BY[write])
-        assert message is None or "written" in message or "freed" in message
-        if one is made and message is not None:
-            return
-    assert same_bits(made.full_state_dict(), expected.full_state_dict())
+    made, expected = (small_engine(world, name, steps=1) for name in (engine, "stage0_ddp"))
+    said, nothing = (message_in_step(write_and_step, write, one, inputs(world, 1)) for one in (made, expected))
+    assert nothing is None
+    if engine in KEPT_BY[write]:
+        assert said is None
+        assert same_bits(made.full_state_dict(), expected.full_state_dict())
+    else:
+        assert re.search("written|freed", said)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -251,15 +243,13 @@ def test_weights_and_states_written_between_steps_are_kept_or_refused(world, eng
 def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, engine, other):
     """A copy of the model goes on like the original, and one with another block trains from there."""
     precision = ("fp16", "bf16", "fp32")[world.size - 1]
-    old = small_engine(world, engine, precision)
-    for index in range(2):
-        step(old, inputs(world, index))
+    old = small_engine(world, engine, precision, steps=2)
     with old.gathered():
         model = copy.deepcopy(old.module)
-    options = {"precision": precision, "bucket_mb": 1e-4}
-    same = make_engine(other or engine, copy.deepcopy(model), UNFUSED, **options)
+    make = functools.partial(small_engine, world, other or engine, precision, bucket_mb=1e-4)
+    same = make(lambda: copy.deepcopy(model))
     model.blocks.append(Block())
-    grown = make_engine(other or engine, model, UNFUSED, **options)
+    grown = make(lambda: model)
     for made in (same, grown):
         if precision == "fp16":
             made.loss_scaler = copy.deepcopy(old.loss_scaler)
@@ -280,25 +270,21 @@ def a_gradient_of_a_gradient(engine, x):
     engine.backward(value + gradient.square().sum())
 
 
-@functools.cache
-def penalized(world, name):
-    """The weights after a penalized step within gathered()."""
-    made = small_engine(world, name)
-    with made.gathered():
-        assert message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0)) is None
-    made.step()
-    return made.full_state_dict()
-
-
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
 def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_if_weights_are_freed(world, name):
-    message = message_in_step(a_gradient_of_a_gradient, small_engine(world, name), inputs(world, 0))
+    made, whole = (small_engine(world, one) for one in (name, "stage0_ddp"))
+    message = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
     if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
         assert message is None
     else:
         assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
         assert message.endswith("within engine.gathered()")
-    assert same_bits(penalized(world, name), penalized(world, "stage0_ddp"))
+    for one in (made, whole):
+        one.zero_grad()
+        with one.gathered():
+            a_gradient_of_a_gradient(one, inputs(world, 0))
+        one.step()
+    assert same_bits(made.full_state_dict(), whole.full_state_dict())
 
 
 NOT_OF_AN_ENGINE = {
@@ -358,18 +344,20 @@ def another_layer(module):
 MOVED = "has left the engine's storage, by model.to"
 CHANGE = "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build"
 NEW = f"was added later, and would not be trained; {CHANGE}"
-LEAVING = {
+LEAVING = {  # how they leave: (change, which is named, why)
     "assigned": (assigned, "convolution.weight", NEW),
     "another layer": (another_layer, "convolution.weight", NEW),
     "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
     "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "has left the model"),
     "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
     "in another precision": (lambda module: module.double(), "", MOVED),
+    "there and back": (double_and_float, "", MOVED),  # stage 3 alone refuses it
 }
+LEFT = [(stage, how) for stage in STAGES[:3] for how in LEAVING if how != "there and back"]
+LEFT += [("stage3_param", "another layer"), ("stage3_param", "there and back")]
 
 
-@pytest.mark.parametrize("how", LEAVING)
-@pytest.mark.parametrize("stage", STAGES[:3])
+@pytest.mark.parametrize(("stage", "how"), LEFT)
 def test_parameters_that_left_the_engine_are_refused_by_name(world, stage, how):
     change, name, why = LEAVING[how]
     made = small_engine(world, stage, make=Convolution)
@@ -393,13 +381,6 @@ def test_parameters_that_come_back_as_they_were_train_on(world, stage, move):
     assert same_bits(made.full_state_dict(), still.full_state_dict())
 
 
-@pytest.mark.parametrize(("change", "why"), [(double_and_float, MOVED), (another_layer, NEW)])
-def test_stage_3_refuses_them_too(world, change, why):
-    made = small_engine(world, "stage3_param", make=Convolution)
-    change(made.module)
-    assert why in message_in_step(made, inputs(world, 0))
-
-
 def test_parameters_that_are_frozen_or_thawed_later_cannot_be_trained(world, stage):
     frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
     frozen.module.blocks[0].a.requires_grad_(False)
@@ -418,9 +399,8 @@ def test_parameters_that_are_frozen_or_thawed_later_cannot_be_trained(world, sta
 
 
 def test_a_model_has_one_engine_at_a_time(world, stage):
-    torch.manual_seed(0)
-    module = Net().to(world.device)
-    first = make_engine(stage, module)
+    first = small_engine(world, stage)
+    module = first.module
     second, of_a_part = (message_in_step(make_engine, stage, model) for model in (module, module.blocks))
     assert second.startswith("'stem.weight' has an engine already; delete that first, or build a model for each")
     assert second.endswith("one class that steps each of param_groups by its own rule")
@@ -441,7 +421,7 @@ OPTIONS = {  # what is given: to all ranks but the last, and to the last
     "clip_norm": (None, 1.0),
     "bucket_mb": (1.0, 2.0),
     "reduce_dtype": (None, torch.float32),
-    "optimizer": (ADAMW, torch.optim.SGD),
+    "optimizer": (UNFUSED, torch.optim.SGD),
     "param_groups": ({"lr": 0.1}, {"lr": 0.2}),
     "keep_fp32": ((), (nn.Linear,)),
     "broadcast_buffers": (True, False),
@@ -451,19 +431,17 @@ OPTIONS = {  # what is given: to all ranks but the last, and to the last
 
 @pytest.mark.ranks(4)
 def test_ranks_agree_on_the_engine(world):
-    torch.manual_seed(0)
-    said = message_in_step(make_engine, STAGES[world.rank], Net().to(world.device))
+    said = message_in_step(small_engine, world, STAGES[world.rank])
     assert said.startswith("the engine differs between rank")
 
 
 @pytest.mark.parametrize(
-    ("stage", "option"),
-    [pair for pair in itertools.product(STAGES, OPTIONS) if pair[1] != "keep_last" or pair[0] == "stage3_param"],
+    ("stage", "option"), [*itertools.product(STAGES, [*OPTIONS][:-1]), ("stage3_param", "keep_last")]
 )
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(world, stage, option):
     torch.manual_seed(0)
     module = Net().to(world.device)
-    options = {"optimizer": ADAMW, option: OPTIONS[option][world.rank]}
+    options = {"optimizer": UNFUSED, option: OPTIONS[option][world.rank]}
     if "param_groups" in options:
         options["param_groups"] = [{"params": list(module.parameters()), **options["param_groups"]}]
     message = message_in_step(make_engine, stage, module, **options)
@@ -481,18 +459,12 @@ def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worl
     def init(name, tensor):
         torch.nn.init.constant_(tensor, world.rank if f"'{name}'" in what else 1)
 
-    assert message_in_step(find_engine(stage), module, ADAMW, init=init) == (
+    assert message_in_step(find_engine(stage), module, UNFUSED, init=init) == (
         f"{what} differs between rank {world.rank} and rank {1 - world.rank}; init= must fill it alike on every rank"
     )
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
-
-
-def door(world, engine, optimizer):
-    """What validation says of an optimizer."""
-    torch.manual_seed(0)
-    return message_in_step(make_engine, engine, Net().to(world.device), optimizer)
 
 
 def sgd(looks_at):
@@ -582,10 +554,8 @@ def test_an_optimizer_that_looks_beyond_an_element_is_refused_with_what_to_write
 @pytest.mark.seven
 def test_only_the_rank_and_engine_that_made_an_optimizer_state_dict_can_load_it(world, engine):
     """It is a shard, except in stage 0, where every rank has the same whole one."""
-    made = small_engine(world, engine, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
-    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad")
-    for one in (made, other):
-        step(one, inputs(world, 0))
+    made = small_engine(world, engine, steps=1, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
+    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad", steps=1)
     given = [made.optimizer.state_dict()]
     dist.broadcast_object_list(given, 0)
     said = message_of(made.optimizer.load_state_dict, given[0])
@@ -629,9 +599,7 @@ def limited_instance(parameters, **options):
 @functools.cache
 def trained(world, engine, factory, precision):
     """The weights after three steps; some are larger than LIMIT at first."""
-    torch.manual_seed(0)
-    optimizer = functools.partial(factory, lr=10.0, momentum=0.9)
-    made = make_engine(engine, Net().to(world.device), optimizer, precision=precision)
+    made = small_engine(world, engine, precision, optimizer=functools.partial(factory, lr=10.0, momentum=0.9))
     assert max(value.abs().max() for value in made.full_state_dict().values()) > LIMIT
     for index in range(3):
         step(made, inputs(world, index))
@@ -659,7 +627,7 @@ def with_a_hook(register):
 def test_hooks_of_a_step_are_refused_in_the_factory_and_later(world, name, register):
     made = small_engine(world, name)
     later = message_in_step(getattr(made.optimizer, register), lambda *_: None)
-    assert door(world, name, with_a_hook(register)) == later
+    assert message_in_step(small_engine, world, name, optimizer=with_a_hook(register)) == later
     assert later == (
         "a hook of the optimizer's step would be called once per shard; do it in step() of the optimizer that "
         "the factory makes, which sees each shard alone"
@@ -709,8 +677,7 @@ def wrap(optimizer):
 @pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)])
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
 def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(world, name, order):
-    made = small_engine(world, name)
-    step(made, inputs(world, 0))
+    made = small_engine(world, name, steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]
@@ -727,50 +694,6 @@ def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(wo
 # ---- two engines ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def adversaries(world, engine):
-    """A discriminator that gets gradients from the generator's backward too, and drops none of them."""
-    generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
-    for index in range(3):
-        generator.backward(loss(critic(generator(inputs(world, index)))))
-        generator.step()
-        critic.backward(loss(critic(inputs(world, index + 10))))
-        critic.step()
-    return generator.full_state_dict(), critic.full_state_dict()
-
-
-def test_gradients_of_another_engines_backward_wait_for_the_step(world, stage):
-    assert all(map(same_bits, adversaries(world, stage), adversaries(world, "stage0_ddp")))
-
-
-class Plain:
-    """A loop without an engine, on every rank: each backward's gradients are averaged in rank order and accumulated."""
-
-    def __init__(self, world, engine, seed=0, make=Net):
-        torch.manual_seed(seed)
-        self.module = make().to(world.device)
-        self.optimizer = UNFUSED(self.module.parameters())
-
-    def __call__(self, x):
-        return self.module(x)
-
-    def backward(self, value, retain_graph=False):
-        before = {name: p.grad for name, p in self.module.named_parameters()}
-        self.module.zero_grad()
-        value.backward(retain_graph=retain_graph)
-        for name, parameter in self.module.named_parameters():
-            pieces = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-            dist.all_gather(pieces, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-            parameter.grad = sum(pieces) / len(pieces) + (0 if before[name] is None else before[name])
-
-    def step(self):
-        self.optimizer.step()
-        self.module.zero_grad()
-
-    def full_state_dict(self):
-        return {name: value.clone() for name, value in self.module.state_dict().items()}
-
-
 DROPS = (
     lambda made: made.module.zero_grad(),
     lambda made: (made(torch.ones(1, 1, WIDTH)), made.module.zero_grad()),
@@ -779,10 +702,10 @@ DROPS = (
 )
 
 
-def gan(world, make):
+def gan(world, make, drops=DROPS):
     """The loop of DCGAN: the critic drops the gradients of the generator's loss before its own backward."""
     generator, critic = (make(world, seed=seed) for seed in range(2))
-    for index, drop in enumerate(DROPS):
+    for index, drop in enumerate(drops):
         x, real = inputs(world, index), inputs(world, index + 10)
         drop(critic)
         critic.backward(loss(critic(real)))
@@ -792,6 +715,15 @@ def gan(world, make):
         generator.backward(loss(critic(generator(x))))
         generator.step()
     return generator.full_state_dict(), critic.full_state_dict()
+
+
+def test_gradients_of_another_engines_backward_wait_for_the_step(world, stage):
+    """The critic drops none of those from the generator's backward."""
+    ended, expected = (
+        gan(world, functools.partial(small_engine, engine=one, bucket_mb=1e-6), drops=[lambda made: None] * 3)
+        for one in (stage, "stage0_ddp")
+    )
+    assert all(map(same_bits, ended, expected))
 
 
 def in_parts(world, make):
@@ -844,8 +776,11 @@ def in_another_order(world, make):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
 def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(world, engine, loop):
-    ended = loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))
-    assert all(map(same_bits, ended, loop(world, functools.partial(Plain, engine=None))))
+    ended, expected = (
+        loop(world, functools.partial(small_engine, engine=one, bucket_mb=1e-4))
+        for one in (engine, "baseline:PlainLoop")
+    )
+    assert all(map(same_bits, ended, expected))
 
 
 @pytest.mark.seven

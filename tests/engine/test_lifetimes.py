@@ -77,10 +77,8 @@ class Noting(Engine):
     @property
     def whole(self):
         """Whether the unit's parameters are whole: its buffer then holds them, else it is empty."""
-        for bucket in self.unit.buckets:
-            assert (
-                bucket.full_parameters.untyped_storage().nbytes() == self.unit.gathered * bucket.full_parameters.nbytes
-            )
+        for whole in (bucket.full_parameters for bucket in self.unit.buckets):
+            assert whole.untyped_storage().nbytes() == self.unit.gathered * whole.nbytes
         return self.unit.gathered
 
 
@@ -125,18 +123,10 @@ class Idle(Block):
         return x
 
 
-def nest(x):
-    return None, [{"a": Answer(x)}]
-
-
 def run_nested(blocks, x):
     for block in blocks:
         x = block(x)[1][0]["a"].twice
     return x
-
-
-def ends_with_forward(engine, x):
-    engine(x)
 
 
 def evaluates(engine, x):
@@ -176,7 +166,15 @@ def raises(in_backward, engine, x):
     handle.remove()
 
 
+raises_in_forward, raises_in_backward = (functools.partial(raises, where) for where in (False, True))
+
+
+def checkpointed(around, kind, watched, loop=step):
+    return net(around, RECOMPUTE[kind]), watched, loop
+
+
 TWO_CALLS = net(lambda b, x: chain([b[1], b[0], b[1], b[2]], x))
+NESTED = net(run_nested, block=functools.partial(Structured, lambda x: (None, [{"a": Answer(x)}])))
 SITUATIONS = {  # row -> (model, watched unit, loop, other options of `observe`)
     "the first step": (Net, "blocks.1", step),
     "later steps": (Net, "blocks.1", step, {"steps_before": 2}),
@@ -187,37 +185,25 @@ SITUATIONS = {  # row -> (model, watched unit, loop, other options of `observe`)
     "first of two calls": (TWO_CALLS, "blocks.1", step, {"call": 0, "calls": 2}),
     "second of two calls": (TWO_CALLS, "blocks.1", step, {"call": 1, "calls": 2}),
     "calls itself": (net(block=Recursive), "blocks.1", step),
-    "returns tuples, lists, dicts, dataclasses": (
-        net(run_nested, block=functools.partial(Structured, nest)),
-        "blocks.1",
-        step,
-    ),
+    "returns tuples, lists, dicts, dataclasses": (NESTED, "blocks.1", step),
     "returns no tensor": (net(run_appending, block=Appending), "blocks.1", step),
     "has an expert without tokens": (net(block=OnRank0), "blocks.1", step),
     "returns its input": (net(block=Idle), "blocks.1", step),
     "is not in the loss": (net(lambda b, x: b[2](b[0](x)) + b[1](x).detach()), "blocks.1", step),
     "frozen": (net(block=Frozen), "blocks.1", step),
     "frozen, no gradient reaches it": (FrozenEnds, "stem", step),
-    "reentrant checkpoint": (net(around_each, RECOMPUTE["reentrant"]), "blocks.1", step),
-    "reentrant, with the unit after it": (net(around_two, RECOMPUTE["reentrant"]), "blocks.0", step),
-    "other checkpoint": (net(around_each, RECOMPUTE["not reentrant"]), "blocks.1", step),
-    "other, with the unit after it": (net(around_two, RECOMPUTE["not reentrant"]), "blocks.0", step),
-    "its forward raises": (Net, "blocks.1", functools.partial(raises, False)),
-    "its recomputation raises, reentrant": (
-        net(around_each, RECOMPUTE["reentrant"]),
-        "blocks.1",
-        functools.partial(raises, True),
-    ),
-    "its recomputation raises, other": (
-        net(around_each, RECOMPUTE["not reentrant"]),
-        "blocks.1",
-        functools.partial(raises, True),
-    ),
+    "reentrant checkpoint": checkpointed(around_each, "reentrant", "blocks.1"),
+    "reentrant, with the unit after it": checkpointed(around_two, "reentrant", "blocks.0"),
+    "other checkpoint": checkpointed(around_each, "not reentrant", "blocks.1"),
+    "other, with the unit after it": checkpointed(around_two, "not reentrant", "blocks.0"),
+    "its forward raises": (Net, "blocks.1", raises_in_forward),
+    "its recomputation raises, reentrant": checkpointed(around_each, "reentrant", "blocks.1", raises_in_backward),
+    "its recomputation raises, other": checkpointed(around_each, "not reentrant", "blocks.1", raises_in_backward),
     "evaluation": (Net, "blocks.1", evaluates),
     "evaluation, ends the forward": (Net, "head", evaluates),
     "evaluation, returns no tensor": (net(run_appending, block=Appending), "blocks.1", evaluates),
     "after an evaluation": (Net, "blocks.1", evaluates_before),
-    "no backward, ends the forward": (Net, "head", ends_with_forward),
+    "no backward, ends the forward": (Net, "head", Engine.__call__),
     "no backward but a step, ends the forward": (Net, "head", forward_then_step),
     "within gathered()": (Net, "blocks.1", held),
 }

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from formulas import bytes_held
-from training import STAGES, batch, inputs, make_engine, message_of, same_bits, small_engine, train_step
+from training import STAGES, batch_loss, inputs, make_engine, message_of, same_bits, small_engine, train_step
 from trap_models import loss as loss_of
 
 from common import models
@@ -69,9 +69,7 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all_and_changes_nothing(world
     for step in range(2):
         train_step(engine, world, step)
     weights, before = engine.full_state_dict(), states(engine)
-    inputs, targets = batch(engine.module, world, 2)
-    loss = models.loss(engine(inputs), targets)
-    engine.backward(loss * poison if world.rank in POISONED[ranks] else loss)
+    engine.backward(batch_loss(engine, world, 2) * (poison if world.rank in POISONED[ranks] else 1.0))
     result, skipped = engine.step(), ranks != "none"
     same = all(map(same_bits, before, states(engine)))
     assert same_bits(weights, engine.full_state_dict()) == same == result.skipped == skipped
@@ -113,8 +111,7 @@ def test_scale_and_hysteresis_come_back_from_a_checkpoint(world, tmp_path, write
     engine, other = (make_engine(name, precision="fp16") for name in (writer, reader))
     engine.loss_scaler = LossScaler(scale=2.0**9, window=5, hysteresis=3)
     train_step(engine, world)
-    inputs, targets = batch(engine.module, world, 1)
-    engine.backward(models.loss(engine(inputs), targets) * math.inf)
+    engine.backward(batch_loss(engine, world, 1) * math.inf)
     engine.step()
     engine.save(tmp_path)
     other.load(tmp_path)
@@ -123,15 +120,12 @@ def test_scale_and_hysteresis_come_back_from_a_checkpoint(world, tmp_path, write
     assert same_bits(engine.full_state_dict(), other.full_state_dict())
 
 
-@pytest.mark.parametrize(
-    ("own", "others"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")], ids=str
-)
+@pytest.mark.parametrize(("own", "others"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")])
 def test_gradients_under_another_engines_loss_scale_are_refused(world, stage, own, others):
     student, teacher = make_engine(stage, seed=1, precision=others), make_engine(stage, seed=2, precision=own)
     if others == own == "fp16":
         student.loss_scaler = LossScaler(scale=2.0**4)
-    inputs, targets = batch(student.module, world)
-    student.backward(models.loss(student(inputs), targets) + models.loss(teacher(inputs), targets))
+    student.backward(batch_loss(student, world) + batch_loss(teacher, world))
     student.step()
     said = message_of(teacher.step)
     assert said is None if "fp16" not in (own, others) else "has another loss scale" in said
@@ -201,9 +195,8 @@ def accumulated(world, stage, precision, model, backwards, quiet=False):
     for step in range(2):
         engine.comm.traffic.reset()
         for micro in range(backwards):
-            inputs, targets = batch(engine.module, world, step, global_batch=12)
             engine.sync_gradients = not quiet or micro == backwards - 1  # as no_sync does
-            engine.backward(models.loss(engine(inputs), targets) / backwards)
+            engine.backward(batch_loss(engine, world, step, global_batch=12) / backwards)
         engine.step()
     return engine
 
@@ -237,8 +230,7 @@ def test_bytes_held_while_accumulating_follow_the_papers_formula(world, stage):
 def test_gradients_are_in_fp32_one_bucket_at_a_time(world, stage):
     engine = make_engine(stage, "gpt-nano", precision="bf16", bucket_mb=0.5)
     train_step(engine, world)
-    inputs, targets = batch(engine.module, world, 1)
-    engine.backward(models.loss(engine(inputs), targets))
+    engine.backward(batch_loss(engine, world, 1))
     with Timeline(engine) as timeline:
         engine.step()
     peak = timeline.peak_of("buckets in flight", "receive buffer")

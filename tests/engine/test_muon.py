@@ -19,43 +19,39 @@ TAKERS = (*STAGES, "offload", "quantized:Copies")  # ZeRO-Infinity refuses, as i
 LOOPS = {"plain": {}, "clipped": {"clip": 0.5}, "accumulated": {"number": 2}, "no_sync": {"number": 2, "no_sync": True}}
 
 
-def trained(world, one, clip=None, **loop):
+WAYS = [(one, loop) for one in TAKERS for loop in LOOPS if loop != "no_sync" or one in STAGES[:2]]
+
+
+def check_against_torch(world, one, clip=None, **loop):
     made = muon_engine(one, clip_norm=clip)
     before = made.predicted_model_state_bytes()
-    return by_engine(world, made, range(3), **loop), by_torch(world, range(3), clip=clip, **loop), before
+    norms, weights, (measured, predicted) = by_engine(world, made, range(3), **loop)
+    expected, theirs = by_torch(world, range(3), clip=clip, **loop)
+    assert norms == expected
+    assert same_bits(weights, theirs)
+    assert measured == predicted
+    assert before == measured["model_state_bytes"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("one", TAKERS)
-def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(worlds, one, loop, size):
-    if loop == "no_sync" and one not in STAGES[:2]:
-        pytest.skip("it reduces in every backward: the case before is its own")
-    for (norms, weights, counts), (expected, theirs), before in worlds(size).run(partial(trained, **LOOPS[loop]), one):
-        measured, predicted = counts
-        assert norms == expected
-        assert same_bits(weights, theirs)
-        assert measured == predicted
-        assert before == measured["model_state_bytes"]
+@pytest.mark.parametrize(("one", "loop"), WAYS)
+@pytest.mark.ranks(2, 3)
+def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(world, one, loop):
+    check_against_torch(world, one, **LOOPS[loop])
 
 
-def test_replicas_of_nodes_step_the_same_matrices(worlds):
-    for (norms, weights, _), (expected, theirs), _ in worlds(4).run(partial(trained, clip=0.5), "replicated:Pairs"):
-        assert norms == expected
-        assert same_bits(weights, theirs)
-
-
-def mixed(world, one, precision):
-    """Weights of a training in 16-bit, by an engine and by stage 0."""
-    return [by_engine(world, muon_engine(name, precision=precision), range(4)) for name in ("stage0_ddp", one)]
+@pytest.mark.ranks(4)
+def test_replicas_of_nodes_step_the_same_matrices(world):
+    check_against_torch(world, "replicated:Pairs", clip=0.5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("one", TAKERS[1:])
-def test_in_16_bit_master_weights_are_stepped_whole(worlds, one, precision):
-    for (norms, weights, _), (expected, theirs, _) in worlds(2).run(mixed, one, precision):
-        assert norms == expected
-        assert same_bits(weights, theirs)
+def test_in_16_bit_master_weights_are_stepped_whole(world, one, precision):
+    (norms, weights, _), (expected, theirs, _) = (
+        by_engine(world, muon_engine(name, precision=precision), range(4)) for name in (one, "stage0_ddp")
+    )
+    assert norms == expected
+    assert same_bits(weights, theirs)
 
 
 def saved(world, folder):
@@ -65,69 +61,47 @@ def saved(world, folder):
     return made.full_state_dict()
 
 
-def resumed(world, one, folder):
+def resumed(world, one, folder, read=None):
     """The weights as they are loaded, and those of two more steps at this world size."""
     made = muon_engine(one, seed=1)
-    made.load(folder)
+    made.load(folder, **({"read": read} if read else {}))
     return made.full_state_dict(), by_engine(world, made, range(2, 4))[1]
 
 
-def test_what_stage_1_saves_every_engine_resumes_at_another_world_size(worlds, tmp_path):
-    weights = worlds(2).run(saved, tmp_path)[0]
-    expected = worlds(3).run(resumed, "stage0_ddp", tmp_path)[0]
-    assert same_bits(expected[0], weights)
-    for one in TAKERS[1:]:
-        for mine, theirs in zip(worlds(3).run(resumed, one, tmp_path)[0], expected, strict=True):
-            assert same_bits(mine, theirs), one
-
-
-def through_dcp(world, folder):
-    made = muon_engine("stage2_grad", seed=1)
-    made.load(folder, read=from_dcp.read)
-    return made.full_state_dict(), by_engine(world, made, range(2, 4))[1]
-
-
-def test_a_script_may_hand_it_on_by_torchs_checkpoints(worlds, tmp_path):
-    worlds(2).run(saved, tmp_path / "own")
+def test_what_stage_1_saves_every_engine_resumes_at_another_world_size_and_by_torchs_checkpoints(worlds, tmp_path):
+    weights = worlds(2).run(saved, tmp_path / "own")[0]
     export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
     expected = worlds(3).run(resumed, "stage0_ddp", tmp_path / "own")[0]
-    for mine, theirs in zip(worlds(3).run(through_dcp, tmp_path / "dcp")[0], expected, strict=True):
-        assert same_bits(mine, theirs)
+    assert same_bits(expected[0], weights)
+    ways = [(one, tmp_path / "own") for one in TAKERS[1:]] + [("stage2_grad", tmp_path / "dcp", from_dcp.read)]
+    for way in ways:
+        assert all(map(same_bits, worlds(3).run(resumed, *way)[0], expected)), way
 
 
-def other_groups(world, folder):
-    """Save with the first matrix in a whole group; what is said to an engine with the second one in it."""
+@pytest.mark.ranks(1)
+def test_a_group_that_was_saved_whole_is_loaded_whole(world, tmp_path):
+    """The first matrix is in a whole group, and the second one in the engine that loads."""
 
     def build(whole):
         module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
         groups = [{"params": [module[n].weight], "whole": n == whole} for n in range(2)]
         return make_engine("stage0_ddp", module, OPTIMIZER, param_groups=groups)
 
-    build(0).save(folder)
-    return message_of(build(1).load, folder)
+    build(0).save(tmp_path)
+    assert "in group 0 of whole parameters in the checkpoint" in message_of(build(1).load, tmp_path)
 
 
-def test_a_group_that_was_saved_whole_is_loaded_whole(worlds, tmp_path):
-    assert "in group 0 of whole parameters in the checkpoint" in worlds(1).run(other_groups, tmp_path)[0]
-
-
-def scheduled(world, one):
-    """The weights after steps whose learning rates a scheduler lowered; and those without it."""
-    found = []
+def test_a_scheduler_lowers_both_rates(world):
+    found = {}
     for factor in (0.5, 1.0):
-        made = muon_engine(one)
+        made = muon_engine("stage1_os")
         scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, factor)
         for step in range(2):
             by_engine(world, made, [step])
             scheduler.step()
-        found.append((made.full_state_dict(), [group["lr"] for group in made.optimizer.param_groups]))
-    return found
-
-
-def test_a_scheduler_lowers_both_rates(worlds):
-    (slow, rates), (fast, constant) = worlds(2).run(scheduled, "stage1_os")[0]
-    assert (rates, constant) == ([0.005, 0.0025], [0.02, 0.01])
-    assert not any(torch.equal(slow[name], fast[name]) for name in ("blocks.0.mlp.up.weight", "wte.weight"))
+        found[factor], rates = made.full_state_dict(), [group["lr"] for group in made.optimizer.param_groups]
+        assert rates == [0.02 * factor**2, 0.01 * factor**2]
+    assert not any(torch.equal(found[0.5][name], found[1.0][name]) for name in ("blocks.0.mlp.up.weight", "wte.weight"))
 
 
 class Spread(torch.optim.SGD):
@@ -161,109 +135,65 @@ def one_matrix():
     return nn.Sequential(nn.Linear(16, 16))
 
 
+STATES = "Rows keeps states of single parameters in a flat tensor"
 REFUSED = {
     "a matrix for one rank": ("stage3_param", {"model": one_matrix}, "would be 2.00 times as long as if shards cut"),
     "sub-groups": ("offload.nvme", {}, '"whole": sub-groups cut parameters'),
     "a share of the host": ("offload", {"ratio": 0.5}, "ratio=0.5 would cut parameters; give 0 or 1"),
-    "torch's Muon": (
-        "stage1_os",
-        {"optimizer": torch.optim.Muon},
-        "RMSprop, or common.optim.MuonAdamW",
-    ),
-    "states of rows": ("stage1_os", {"optimizer": Rows}, "Rows keeps states of single parameters in a flat tensor"),
-    "a state of each": (
-        "stage1_os",
-        {"optimizer": partial(Rows, by_row=False)},
-        "Rows keeps states of single parameters in a flat tensor",
-    ),
-    "all of a shard": (
-        "stage1_os",
-        {"optimizer": partial(Spread, lr=0.1)},
-        "steps two parameters in one flat tensor differe",
-    ),
+    "torch's Muon": ("stage1_os", {"optimizer": torch.optim.Muon}, "RMSprop, or common.optim.MuonAdamW"),
+    "states of rows": ("stage1_os", {"optimizer": Rows}, STATES),
+    "a state of each": ("stage1_os", {"optimizer": partial(Rows, by_row=False)}, STATES),
+    "all of a shard": ("stage1_os", {"optimizer": Spread}, "steps two parameters in one flat tensor differe"),
 }
 
 
-def refused(world, case):
-    one, options, _ = REFUSED[case]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_cut_or_pad_a_matrix_is_refused_in_a_line(world, case):
+    one, options, said = REFUSED[case]
     if "model" in options:
         options = {**options, "model": options["model"]()}
-    return message_of(partial(muon_engine, **options), one)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_cut_or_pad_a_matrix_is_refused_in_a_line(worlds, case):
-    for message in worlds(2).run(refused, case):
-        assert REFUSED[case][2] in message
-        assert "\n" not in message
-
-
-def rates_of_a_rank(world, kind):
-    rates = {"muon": {"lr": 0.02}, "adamw": {"lr": 0.01}}
-    rates[kind] = {"lr": 0.01 * (1 + world.rank)}
-    return message_of(muon_engine, "stage1_os", partial(MuonAdamW, **rates))
+    message = message_of(partial(muon_engine, **options), one)
+    assert said in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_rates_that_differ_between_ranks_are_refused(worlds, kind):
-    for message in worlds(2).run(rates_of_a_rank, kind):
-        assert "differs between rank" in message
+def test_rates_that_differ_between_ranks_are_refused(world, kind):
+    rates = {"muon": {"lr": 0.02}, "adamw": {"lr": 0.01}} | {kind: {"lr": 0.01 * (1 + world.rank)}}
+    assert "differs between rank" in message_of(muon_engine, "stage1_os", partial(MuonAdamW, **rates))
 
 
-def stages_of_a_pipeline(world):
+def test_a_stage_of_a_pipeline_may_have_no_matrix(world):
     """The first pipeline rank has the matrix, the second none."""
     grid = mesh(world.device.type, 2, 1, 1)
     module = one_matrix() if world.rank == 0 else nn.LayerNorm(16)
     matrices, rest = split(module)
     groups = [{"params": matrices, "whole": True}, {"params": rest}]
     axes = {"process_group": grid["data"].get_group(), "model_parallel": Axes(pipeline=grid["pipeline"].get_group())}
-    return message_of(make_engine, "stage1_os", module, OPTIMIZER, param_groups=groups, **axes)
+    make_engine("stage1_os", module, OPTIMIZER, param_groups=groups, **axes)
 
 
-def test_a_stage_of_a_pipeline_may_have_no_matrix(worlds):
-    assert worlds(2).run(stages_of_a_pipeline) == [None, None]
-
-
-def of_two_groups(world):
-    """The bytes of states, predicted before a step and counted after it: one group has momentum, the other none."""
+def test_each_group_has_the_bytes_of_its_own_states(world):
+    """Predicted before a step and after it: one group has momentum, the other none."""
     module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
-    groups = [
-        {"params": [module[n].weight, module[n + 1].weight], "whole": True, "momentum": m}
-        for n, m in ((0, 0.9), (2, 0))
-    ]
+    halves = {0.9: module[:2], 0.0: module[2:]}
+    groups = [{"params": list(half.parameters()), "whole": True, "momentum": m} for m, half in halves.items()]
     made = make_engine("stage1_os", module, partial(torch.optim.SGD, lr=0.1), param_groups=groups)
     before = made.predicted_model_state_bytes()
     made.backward(made(torch.ones(2, 32)).sum())
     made.step()
-    return before, made.model_state_bytes(), made.predicted_model_state_bytes()
-
-
-def test_each_group_has_the_bytes_of_its_own_states(worlds):
-    for before, counted, predicted in worlds(2).run(of_two_groups):
-        assert before == counted == predicted
-
-
-def of_a_bias(world, whole):
-    module = one_matrix()
-    return message_of(
-        make_engine,
-        "stage0_ddp",
-        module,
-        OPTIMIZER,
-        param_groups=[{"params": list(module.parameters()), "whole": whole}],
-    )
+    assert before == made.model_state_bytes() == made.predicted_model_state_bytes()
 
 
 @pytest.mark.parametrize(
     ("whole", "said"),
-    [
-        (True, "cannot step '0.bias', of a whole group"),
-        (False, 'no group is "whole"'),
-        (1, "whole=1: give True or False"),
-    ],
+    [(True, "cannot step '0.bias', of a whole group"), (False, 'no group is "whole"'), (1, "whole=1: give True or")],
 )
-def test_groups_that_muon_cannot_step_are_refused_by_name(worlds, whole, said):
-    assert said in worlds(1).run(of_a_bias, whole)[0]
+@pytest.mark.ranks(1)
+def test_groups_that_muon_cannot_step_are_refused_by_name(world, whole, said):
+    module = one_matrix()
+    groups = [{"params": list(module.parameters()), "whole": whole}]
+    assert said in message_of(make_engine, "stage0_ddp", module, OPTIMIZER, param_groups=groups)
 
 
 def test_muon_takes_matrices_inside_layers_and_adamw_the_rest():

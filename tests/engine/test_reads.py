@@ -12,16 +12,7 @@ import torch.nn.functional as F
 from late_lanes import on_lane
 from reading import GATHERED, IN_FORWARD, IN_LOSS, SHARDED, USES, Model, Scene, outcome
 from torch import nn
-from training import (
-    STAGES,
-    inputs,
-    make_engine,
-    message_in_step,
-    message_of,
-    same_bits,
-    small_engine,
-    train_step,
-)
+from training import STAGES, inputs, make_engine, message_in_step, message_of, same_bits, small_engine, train_step
 from trap_models import CASES, WIDTH, Appending, Net, Rooted, loss, net, run_appending, step
 
 from common.loop import sha256
@@ -30,37 +21,15 @@ from common.measure.memory import Timeline
 # ---- stages that keep all parameters: right on every road -----------------------------------------------------------
 
 
-class ReadsTheHeadFirst(Net):
-    """The head's weight is read before the head runs."""
+class ReadsFirst(Net):
+    """Reads a weight before its module runs: `read(model)`, also by the model's own list."""
 
-    def forward(self, x):
-        return super().forward(x @ self.head.weight)
-
-
-class ReadsABlockFirst(Net):
-    """The weight of a list's element is read before the element runs."""
-
-    def forward(self, x):
-        return super().forward(x @ self.blocks[2].up.weight.t() @ self.blocks[2].down.weight.t())
-
-
-class WeightNorm(Net):
-    """Its own hook computes the weight before any hook registered later."""
-
-    def __init__(self):
+    def __init__(self, read):
         super().__init__()
-        torch.nn.utils.weight_norm(self.head)
-
-
-class HoldsAReference(Net):
-    """Refers to a weight by its own list."""
-
-    def __init__(self):
-        super().__init__()
-        self.borrowed = [self.head.weight]
+        self.read, self.borrowed = read, [self.head.weight]
 
     def forward(self, x):
-        return super().forward(x @ self.borrowed[0])
+        return super().forward(x @ self.read(self))
 
 
 def evaluate_by_hand(engine, x):
@@ -75,34 +44,23 @@ def write_to_the_model(engine, x):
         parameter.data.clamp_(-0.5, 0.5)
 
 
-ROADS = {
-    "before its module": (ReadsTheHeadFirst, step),
-    "of a block before it runs": (ReadsABlockFirst, step),
-    "old weight_norm": (WeightNorm, step),
-    "by a reference": (HoldsAReference, step),
+def reads(read):
+    return functools.partial(ReadsFirst, read), step
+
+
+ROADS = {  # "of torch" in CASES has the old weight_norm
+    "before its module": reads(lambda model: model.head.weight),
+    "of a block before it runs": reads(lambda model: model.blocks[2].up.weight.t() @ model.blocks[2].down.weight.t()),
+    "by a reference": reads(lambda model: model.borrowed[0]),
     "in an evaluation that calls no module": (Net, evaluate_by_hand),
     "a write between steps": (Net, write_to_the_model),
 }
 
 
-@functools.cache
-def train_on(world, engine, road, lane):
-    make, run = ROADS[road]
-    with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
-        made = small_engine(world, engine, make=make, bucket_mb=1e-6)
-        for index in range(3):
-            run(made, inputs(world, index))
-        return made.full_state_dict()
-
-
-@pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("stage", STAGES[:3])
-def test_weights_are_those_of_the_last_step_by_every_road(world, stage, road):
-    expected = train_on(world, "baseline:AverageAfterBackward", road, None)
-    assert same_bits(train_on(world, stage, road, "late"), expected)
-
-
 # ---- in flight: nothing reads or frees it before it waits -----------------------------------------------------------
+
+PARTS = {str(part): dict(sorted(CASES.items())[part::4]) for part in range(4)} | {"roads": ROADS}
+LATE = [(name, part) for name in (*STAGES, "offload") for part in PARTS if part != "roads" or name in STAGES[:3]]
 
 
 @functools.cache
@@ -110,28 +68,17 @@ def digests(world, engine, lane, part):
     """A digest of each case's final weights, with each parameter in its own bucket."""
     found = {}
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
-        for case in PARTS[part]:
-            make, run = CASES[case]
-            made = small_engine(world, engine, make=make, bucket_mb=1e-6)
-            for step in range(2):
-                run(made, inputs(world, step))
+        for case, (make, run) in PARTS[part].items():
+            made = small_engine(world, engine, make=make, bucket_mb=1e-6, steps=2, run=run)
             weights = made.full_state_dict()
             found[case] = sha256({name: weights[name] for name, _ in made.module.named_parameters()})
     return found
 
 
-PARTS = [sorted(CASES)[part::4] for part in range(4)]
-
-
-@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
-@pytest.mark.parametrize("name", [*STAGES, "offload"])
+@pytest.mark.parametrize(("name", "part"), LATE)
 def test_a_late_lane_changes_no_bit(world, name, lane, part):
     assert digests(world, name, lane, part) == digests(world, "baseline:AverageAfterBackward", None, part)
-
-
-def test_a_late_bus_and_a_late_host_change_no_bit(world):
-    assert digests(world, "offload", "late", 0) == digests(world, "baseline:AverageAfterBackward", None, 0)
 
 
 # ---- stage 3: modules that run without their unit -------------------------------------------------------------------
@@ -155,7 +102,10 @@ class Translator(nn.Module):
 
 
 def test_a_module_that_runs_without_its_unit_has_its_weights_while_it_runs(world):
+    """If no gradients are recorded; else it is refused by name."""
     whole, made = (small_engine(world, name, make=Translator) for name in ("stage0_ddp", "stage3_param"))
+    said = "'embedding' runs outside the forward of 'the model', which unshards its parameters"
+    assert message_of(made.module.embedding, inputs(world, 0)).startswith(said)
     for one in (whole, made):
         step(one, inputs(world, 0))
     with torch.no_grad():
@@ -165,14 +115,6 @@ def test_a_module_that_runs_without_its_unit_has_its_weights_while_it_runs(world
     for one in (whole, made):
         step(one, inputs(world, 3))
     assert same_bits(made.full_state_dict(), whole.full_state_dict())
-
-
-def test_a_module_that_runs_without_its_unit_while_gradients_are_recorded_is_refused_by_name(world):
-    made = small_engine(world, "stage3_param", make=Translator)
-    said = "^'embedding' runs outside the forward of 'the model', which unshards its parameters"
-    with pytest.raises(RuntimeError, match=said):
-        made.module.embedding(inputs(world, 0))
-    step(made, inputs(world, 0))
 
 
 class Positions(nn.Module):
@@ -207,16 +149,17 @@ def raises_inside(made, x):
 
 def raises_before_a_step(made, x):
     """And again before a load, which must release what the exceptions left held."""
-    made.backward(loss(made(x)))
-    for _ in range(2):
+
+    def fail():
         with torch.no_grad(), contextlib.suppress(RuntimeError):
             made.module.blocks[1].down(x[..., :1])
+
+    made.backward(loss(made(x)))
+    fail(), fail()
     made.step()
-    with torch.no_grad(), contextlib.suppress(RuntimeError):
-        made.module.blocks[1].down(x[..., :1])
+    fail()
     made.restore(made.snapshot(), optimizer=False)
-    with torch.no_grad(), contextlib.suppress(RuntimeError):
-        made.module.blocks[1].down(x[..., :1])
+    fail()
     made.load_weights(made.full_state_dict())
 
 
@@ -263,8 +206,7 @@ SITUATIONS = {
 def run_alone(world, engine, situation):
     """A step in a situation; then the outputs of modules that run alone, one as integers, which show NaN as well."""
     make, run = SITUATIONS[situation]
-    made = small_engine(world, engine, make=make)
-    step(made, inputs(world, 0))
+    made = small_engine(world, engine, make=make, steps=1)
     run(made, inputs(world, 1))
     x = inputs(world, 2)
     with torch.no_grad():
@@ -290,8 +232,7 @@ def copied(module):
 
 
 def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_handed_out(world, stage):
-    made = small_engine(world, stage)
-    step(made, inputs(world, 0))
+    made = small_engine(world, stage, steps=1)
     for road, module in itertools.product((nn.Module.state_dict, copy.deepcopy), (made.module, made.module.head)):
         said = message_of(road, module)
         if stage == "stage3_param":
@@ -312,8 +253,7 @@ def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_hande
 
 
 def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(world, stage):
-    made, plain = small_engine(world, stage), Net()
-    step(made, inputs(world, 0))
+    made, plain = small_engine(world, stage, steps=1), Net()
     with made.gathered():
         state = made.module.state_dict()
     plain.load_state_dict(state)
@@ -325,20 +265,18 @@ def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan
         assert message_of(call) == (gone if stage == "stage3_param" else None)
 
 
-def average_of_weights(world, stage):
-    """An exponential moving average, as in `AveragedModel`."""
-    made = small_engine(world, stage)
-    with made.gathered():
-        average = torch.optim.swa_utils.AveragedModel(made.module)
-    for index in range(2):
-        step(made, inputs(world, index))
-        with made.gathered():
-            average.update_parameters(made.module)
-    return {name: value.detach().cpu() for name, value in average.module.named_parameters()}
-
-
 def test_weights_are_averaged_alike_in_every_stage(world):
-    first, *others = [average_of_weights(world, stage) for stage in STAGES]
+    """An exponential moving average, as in `AveragedModel`."""
+    averages = []
+    for stage in STAGES:
+        made = small_engine(world, stage)
+        with made.gathered():
+            averages.append(torch.optim.swa_utils.AveragedModel(made.module))
+        for index in range(2):
+            step(made, inputs(world, index))
+            with made.gathered():
+                averages[-1].update_parameters(made.module)
+    first, *others = [average.state_dict() for average in averages]
     assert all(same_bits(first, other) for other in others)
 
 
@@ -371,9 +309,7 @@ def test_a_penalty_in_gathered_keeps_its_weights_until_a_backward_has_used_them_
     made = small_engine(world, name, make=Model)
 
     def held():
-        return [
-            unit.name for unit in made.units if any(b.full_parameters.untyped_storage().nbytes() for b in unit.buckets)
-        ]
+        return [u.name for u in made.units if any(b.full_parameters.untyped_storage().nbytes() for b in u.buckets)]
 
     step(made, inputs(world, 0))
     with made.gathered(made.module.stem):
@@ -392,16 +328,15 @@ def test_a_penalty_in_gathered_keeps_its_weights_until_a_backward_has_used_them_
 # ---- torch.func -----------------------------------------------------------------------------------------------------
 
 
-def sample_loss(module, parameters, x):
-    return loss(torch.func.functional_call(module, parameters, (x,)))
+def of_each_sample(module, parameters, x):
+    gradients = torch.func.grad(lambda parameters, x: loss(torch.func.functional_call(module, parameters, (x,))))
+    return torch.func.vmap(gradients, (None, 0))(parameters, x)["head.weight"]
 
 
 FUNCTIONS = {
     "vmap": lambda m, p, x: torch.func.vmap(m)(x),
     "jvp": lambda m, p, x: torch.func.jvp(m, (x,), (x,))[1],
-    "per-sample gradients": lambda m, p, x: torch.func.vmap(
-        torch.func.grad(functools.partial(sample_loss, m)), (None, 0)
-    )(p, x)["head.weight"],
+    "per-sample gradients": of_each_sample,
     "hessian": lambda m, p, x: torch.func.hessian(lambda x: loss(m(x)))(x),
 }
 

@@ -9,21 +9,8 @@ import pytest
 import torch
 from late_lanes import on_lane
 from torch import nn
-from training import ADAMW, BUCKET_MB, batch, inputs, make_engine, message_of, same_bits
-from trap_models import (
-    CASES,
-    RECOMPUTE,
-    Block,
-    Net,
-    Quantized,
-    Rooted,
-    Stop,
-    around_each,
-    chain,
-    loss,
-    net,
-    step,
-)
+from training import ADAMW, BUCKET_MB, batch_loss, inputs, message_of, same_bits, small_engine
+from trap_models import CASES, RECOMPUTE, Block, Net, Quantized, Rooted, Stop, around_each, chain, loss, net, step
 
 from common import models
 from common.engine.layout import FlatRange
@@ -33,25 +20,16 @@ from common.loop import sha256
 from common.tensors import map_tensors
 from stage3_param import Engine
 
-AT_THREE_RANKS = ["plain", "tiny", "branches", "alternating", "tied", "routed", "frozen ends", "two forwards"]
-AT_THREE_RANKS += [f"{kind}: routed, around two" for kind in RECOMPUTE]
-WAYS = [(3, case, {}) for case in AT_THREE_RANKS]  # the equivalence matrix has all at two ranks, and other options
-WAYS += [(2, case, {"keep_last": False}) for case in ("plain", "root", "alternating", "reentrant: routed, around two")]
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def final_weights(world, stage, case, **options):
-    """Train a case for three steps, each rank on its own numbers."""
+@pytest.mark.parametrize("case", ["plain", "root", "alternating", "reentrant: routed, around two"])
+def test_without_keep_last_stage_3_has_the_bits_of_stage_0(world, case):
+    """The equivalence matrix has the default."""
     make, run = CASES[case]
-    torch.manual_seed(0)
-    engine = make_engine(stage, make().to(world.device), **options)
-    for index in range(3):
-        run(engine, inputs(world, index))
-    return engine.full_state_dict()
-
-
-@pytest.mark.parametrize(("world", "case", "options"), WAYS, ids=str, indirect=["world"])
-def test_stage_3_ends_with_the_bits_of_stage_0(world, case, options):
-    assert same_bits(final_weights(world, "stage3_param", case, **options), final_weights(world, "stage0_ddp", case))
+    freeing = small_engine(world, "stage3_param", make=make, keep_last=False, steps=3, run=run)
+    whole = small_engine(world, "stage0_ddp", make=make, steps=3, run=run)
+    assert same_bits(freeing.full_state_dict(), whole.full_state_dict())
 
 
 # ---- bytes sent, units alive --------------------------------------------------------------------------------------
@@ -64,8 +42,7 @@ RUN_ONCE += [f"passing on {used}" for used in ([2], [0, 1, 2])] + [f"{kind}: rou
 @pytest.mark.parametrize("keep_last", [True, False])
 @pytest.mark.parametrize("case", RUN_ONCE)
 def test_where_every_unit_runs_once_the_bytes_are_those_predicted(world, case, keep_last):
-    torch.manual_seed(0)
-    engine = make_engine("stage3_param", CASES[case][0](), keep_last=keep_last)
+    engine = small_engine(world, "stage3_param", make=CASES[case][0], keep_last=keep_last)
     for index in range(2):
         engine.comm.traffic.reset()
         step(engine, inputs(world, index))
@@ -94,18 +71,11 @@ def momentum_switched_on(made, x):
     step(made, x)
 
 
-STEPS = {  # how a step goes -> how the blocks are called
-    penalized: functools.partial(around_each, RECOMPUTE["reentrant"]),
-    forward_before_step: chain,
-    momentum_switched_on: chain,
-}
-
-
-@pytest.mark.parametrize("odd_step", STEPS, ids=lambda odd_step: odd_step.__name__)
+@pytest.mark.parametrize("odd_step", [penalized, forward_before_step, momentum_switched_on])
 @pytest.mark.seven
 def test_bytes_of_an_odd_step_are_those_predicted(world, engine, odd_step):
-    made = make_engine(engine, Rooted(STEPS[odd_step]), functools.partial(torch.optim.SGD, lr=0.1))
-    step(made, inputs(world, 0))
+    run = functools.partial(around_each, RECOMPUTE["reentrant"]) if odd_step is penalized else chain
+    made = small_engine(world, engine, make=functools.partial(Rooted, run), optimizer=SGD, steps=1)
     made.comm.traffic.reset()
     odd_step(made, inputs(world, 1))
     counts, predicted = made.accounting.measured(), made.accounting.predicted()
@@ -166,21 +136,21 @@ def test_tensors_are_changed_wherever_they_are_and_what_holds_none_is_not_copied
     assert repr(value) == repr(NESTS[nest](x))
 
 
-@pytest.mark.parametrize(
-    ("iterations", "expected"),
-    [
-        ("abc abc ab ab acb acb", "--- bc- bc b- b-- cb-"),  # the last order is replayed
-        ("aab aab", "--- bb-"),  # a unit needed twice in a row stands in it once
-    ],
-)
-def test_the_order_says_what_comes_next(iterations, expected):
+ORDERS = {  # {units needed, an iteration a word: what is ahead then}
+    "abc abc ab ab acb acb": "--- bc- bc b- b-- cb-",  # the last order is replayed
+    "aab aab": "--- bb-",  # a unit needed twice in a row stands in it once
+}
+
+
+@pytest.mark.parametrize("iterations", ORDERS)
+def test_the_order_says_what_comes_next(iterations):
     order, ahead = PrefetchOrder(), []
     for needed in iterations.split():
         order.rewind()
         for unit in needed:
             order.visit(unit)
             ahead.append(order.ahead() or "-")
-    assert "".join(ahead) == expected.replace(" ", "")
+    assert "".join(ahead) == ORDERS[iterations].replace(" ", "")
 
 
 @pytest.mark.parametrize("how", [None, *RECOMPUTE])
@@ -190,8 +160,7 @@ def test_at_most_two_units_are_alive_beyond_those_in_use(world, how):
         block.forward = functools.partial(RECOMPUTE[how], block.forward)
     engine = Watched(model, ADAMW, init=models.initial_values(0), bucket_mb=BUCKET_MB)
     for index in range(3):
-        inputs, targets = batch(engine.module, world, index, global_batch=4)
-        engine.backward(models.loss(engine(inputs), targets))
+        engine.backward(batch_loss(engine, world, index, global_batch=4))
         engine.step()
     assert engine.idle in (1, 2)
 
@@ -221,8 +190,7 @@ TOLD = (
 @pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "quantized:Copies"])
 def test_a_read_of_a_freed_weight_is_refused_by_name(world, name):
     """The steps around it are unharmed. What models do on their own is not refused."""
-    made = make_engine(name, Net(block=Quantized))
-    step(made, inputs(world, 0))
+    made = small_engine(world, name, make=net(block=Quantized), steps=1)
     for tell in TOLD:
         tell(made.module)
     for read, values in READS.items():
@@ -233,7 +201,7 @@ def test_a_read_of_a_freed_weight_is_refused_by_name(world, name):
 
 
 def test_nothing_is_sent_within_gathered(world):
-    engine = make_engine("stage3_param", Rooted())
+    engine = small_engine(world, "stage3_param", make=Rooted)
     with engine.gathered(), torch.no_grad():
         engine.comm.traffic.reset()
         engine(engine(inputs(world, 0)))
@@ -243,7 +211,7 @@ def test_nothing_is_sent_within_gathered(world):
 
 
 def test_parameters_do_not_change_within_gathered(world, tmp_path):
-    engine = make_engine("stage3_param", Net())
+    engine = small_engine(world, "stage3_param")
     engine.save(tmp_path)
     engine.backward(loss(engine(inputs(world, 0))))
     with engine.gathered(engine.module.stem):
@@ -254,10 +222,9 @@ def test_parameters_do_not_change_within_gathered(world, tmp_path):
 # ---- how a model is cut -------------------------------------------------------------------------------------------
 
 
-def tied(path, other, model):
-    """Make `path` the parameter called `other`."""
-    owner, _, name = path.rpartition(".")
-    setattr(model.get_submodule(owner), name, model.get_parameter(other))
+def tied(one, other, model):
+    """Give the layer `one` the weight of the `other`."""
+    model.get_submodule(one).weight = model.get_submodule(other).weight
     return model
 
 
@@ -274,59 +241,50 @@ class Holding(nn.Module):
 
 
 LINEAR = functools.partial(nn.Linear, 2, 2, bias=False)
-CUTS = {  # name -> (factory of a model, {unit: its parameters})
+CUTS = {  # name -> (factory of a model, {unit: its parameters, without ".weight"})
     "one module": (LINEAR, {"": ["weight"]}),
     "elements of a list": (
         lambda: Holding(stem=LINEAR(), blocks=nn.ModuleList([LINEAR(), LINEAR()])),
-        {"stem": ["stem.weight"], "blocks.0": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]},
+        {"stem": ["stem"], "blocks.0": ["blocks.0"], "blocks.1": ["blocks.1"]},
     ),
-    "elements of a sequential": (
-        lambda: nn.Sequential(LINEAR(), nn.ReLU(), LINEAR()),
-        {"0": ["0.weight"], "2": ["2.weight"]},
-    ),
+    "elements of a sequential": (lambda: nn.Sequential(LINEAR(), nn.ReLU(), LINEAR()), {"0": ["0"], "2": ["2"]}),
     "a list deep inside": (
         lambda: Holding(a=Holding(b=nn.ModuleDict({"h": nn.ModuleList([Holding(x=LINEAR(), y=LINEAR())])}))),
-        {"a.b.h.0": ["a.b.h.0.x.weight", "a.b.h.0.y.weight"]},
+        {"a.b.h.0": ["a.b.h.0.x", "a.b.h.0.y"]},
     ),
     "lists of lists": (
         lambda: Holding(rows=nn.ModuleList([nn.ModuleList([LINEAR()]), nn.ModuleDict({"a": Holding(x=LINEAR())})])),
-        {"rows.0.0": ["rows.0.0.weight"], "rows.1.a": ["rows.1.a.x.weight"]},
+        {"rows.0.0": ["rows.0.0"], "rows.1.a": ["rows.1.a.x"]},
     ),
     "lists inside of a block, experts for instance": (
         lambda: nn.Sequential(Holding(x=nn.ModuleList([LINEAR()]), y=nn.Sequential(LINEAR()))),
-        {"0": ["0.x.0.weight", "0.y.0.weight"]},
+        {"0": ["0.x.0", "0.y.0"]},
     ),
     "modules outside of lists": (
         lambda: Holding(a=Holding(b=LINEAR(), c=LINEAR()), d=LINEAR()),
-        {"a.b": ["a.b.weight"], "a.c": ["a.c.weight"], "d": ["d.weight"]},
+        {"a.b": ["a.b"], "a.c": ["a.c"], "d": ["d"]},
     ),
     "small modules outside of lists": (
         lambda: Holding(a=nn.Linear(8, 8, bias=False), b=LINEAR(), c=Holding(d=LINEAR(), e=nn.Sequential(LINEAR()))),
-        {"a": ["a.weight"], "": ["b.weight", "c.d.weight"], "c.e.0": ["c.e.0.weight"]},
+        {"a": ["a"], "": ["b", "c.d"], "c.e.0": ["c.e.0"]},
     ),
     "parameters of a list": (
         lambda: Holding(p=nn.ParameterList([torch.ones(1), torch.ones(2)]), a=LINEAR()),
-        {"": ["p.0", "p.1"], "a": ["a.weight"]},
+        {"": ["p.0", "p.1"], "a": ["a"]},
     ),
-    "ties within a block": (
-        lambda: tied("1.x.weight", "1.y.weight", nn.Sequential(LINEAR(), Holding(x=LINEAR(), y=LINEAR()))),
-        {"0": ["0.weight"], "1": ["1.x.weight"]},
+    "tied within a block": (
+        lambda: tied("1.x", "1.y", nn.Sequential(LINEAR(), Holding(x=LINEAR(), y=LINEAR()))),
+        {"0": ["0"], "1": ["1.x"]},
     ),
-    "ties between blocks": (
-        lambda: tied("2.weight", "0.weight", nn.Sequential(LINEAR(), LINEAR(), LINEAR())),
-        {"": ["0.weight"], "1": ["1.weight"]},
+    "tied blocks": (lambda: tied("2", "0", nn.Sequential(LINEAR(), LINEAR(), LINEAR())), {"": ["0"], "1": ["1"]}),
+    "tied blocks of a list without forward": (
+        lambda: tied("a.b.1", "a.b.0", Holding(a=Holding(b=nn.ModuleList([LINEAR(), LINEAR()])))),
+        {"a": ["a.b.0"]},
     ),
-    "ties between blocks of a list without forward": (
-        lambda: tied("a.b.1.weight", "a.b.0.weight", Holding(a=Holding(b=nn.ModuleList([LINEAR(), LINEAR()])))),
-        {"a": ["a.b.0.weight"]},
-    ),
-    "one module twice": (
-        lambda: nn.Sequential(*[LINEAR()] * 2, LINEAR()),
-        {"0": ["0.weight"], "2": ["2.weight"]},
-    ),
+    "one module twice": (lambda: nn.Sequential(*[LINEAR()] * 2, LINEAR()), {"0": ["0"], "2": ["2"]}),
     "torch's attention": (
         lambda: Holding(a=nn.MultiheadAttention(2, 1, bias=False)),
-        {"a": ["a.in_proj_weight", "a.out_proj.weight"]},
+        {"a": ["a.in_proj_weight", "a.out_proj"]},
     ),
 }
 
@@ -339,7 +297,8 @@ def own_dtype(name, parameter):
 def test_a_model_is_cut_into_units(name):
     make, expected = CUTS[name]
     cut = make_units(make(), [], own_dtype, 1, FlatRange)
-    assert {unit.name: [slot for run in unit.buckets for slot in run.slots] for unit in cut} == expected
+    found = {unit.name: [slot for run in unit.buckets for slot in run.slots] for unit in cut}
+    assert {unit: [slot.removesuffix(".weight") for slot in slots] for unit, slots in found.items()} == expected
 
 
 def test_a_unit_has_one_run_for_each_kind_of_parameter():
@@ -440,10 +399,8 @@ def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
         for name in graphs:
             model, does = GRAPHS[name]
-            torch.manual_seed(0)
             options = OPTIONS_OF.get(name, {}) if "keep_last" in find_engine(engine).own_options else {}
-            sgd = functools.partial(torch.optim.SGD, lr=0.1)
-            made = make_engine(engine, model().to(world.device), sgd, **options)
+            made = small_engine(world, engine, make=model, optimizer=SGD, **options)
             for step in range(3):
                 made.comm.traffic.reset()
                 for number, block in enumerate(made.module.blocks):
@@ -483,21 +440,17 @@ def stopped(made, outputs):
     made.backward(loss(outputs))
 
 
-FAILURES = {
-    "none": lambda made, outputs: None,
-    "an exception": stopped,
-    "loss.backward()": lambda made, outputs: loss(outputs).backward(),
-}
+def past_the_engine(made, outputs):
+    loss(outputs).backward()
 
 
 def trained_after(world, engine, failure):
     """Two steps of a loss that reads a different head on each rank, after backwards that fail at yet another head."""
-    torch.manual_seed(0)
-    made = make_engine(engine, Many(with_heads).to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
+    made = small_engine(world, engine, make=functools.partial(Many, with_heads), optimizer=SGD)
     for index in range(2):
         for clears in (False, True):
             with contextlib.suppress(Stop, RuntimeError):
-                FAILURES[failure](made, made(inputs(world, index + 5))[(world.rank + index) % 4])
+                failure(made, made(inputs(world, index + 5))[(world.rank + index) % 4])
             if clears:
                 made.zero_grad()
         made.backward(loss(made(inputs(world, index))[(world.rank + index + 1) % 4]))
@@ -508,6 +461,6 @@ def trained_after(world, engine, failure):
 @pytest.mark.seven
 @pytest.mark.ranks(1, 2, 3)
 def test_a_backward_that_failed_at_a_different_head_on_each_rank_changes_no_bit(world, engine):
-    expected = trained_after(world, engine, "none")
-    for failure in ("an exception", "loss.backward()"):
+    expected = trained_after(world, engine, lambda made, outputs: None)
+    for failure in (stopped, past_the_engine):
         assert trained_after(world, engine, failure) == expected, failure

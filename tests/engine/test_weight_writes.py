@@ -83,11 +83,8 @@ def by_hand(state, road, precision):
     module.to(DTYPES[precision])
     before = {name: value.clone() for name, value in module.state_dict().items()}
     road(module)
-    written = module.state_dict()
-    return {
-        name: torch.where(written[name] != before[name], written[name].to(value.dtype), value)
-        for name, value in state.items()
-    }
+    after = module.state_dict()
+    return {name: torch.where(after[name] != before[name], after[name].to(v.dtype), v) for name, v in state.items()}
 
 
 def write_and_train(world, engine, precision, roads):
@@ -124,9 +121,7 @@ def test_training_goes_on_from_there_as_in_stage_0(world, precision):
 
 
 def test_a_delayed_update_lands_before_weights_are_written(world):
-    made = small_engine(world, "offloaded:Delayed")
-    for index in range(3):
-        step(made, inputs(world, index))
+    made = small_engine(world, "offloaded:Delayed", steps=3)
     before = shown(made)
     with made.gathered(made.module.head, write=True):
         assert not same_bits(before, shown(made))
@@ -174,9 +169,7 @@ def shown(made):
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_write_that_fails_or_differs_between_ranks_leaves_weights_as_they_were(world, name, precision, failure):
-    made, undisturbed = (small_engine(world, name, precision=precision, make=Tied) for _ in range(2))
-    for one in (made, undisturbed):
-        step(one, inputs(world, 0))
+    made, undisturbed = (small_engine(world, name, precision, Tied, steps=1) for _ in range(2))
     before = made.full_state_dict()
     with made.gathered():
         as_shown = shown(made)
@@ -216,8 +209,7 @@ def test_contexts_nest_and_the_inner_one_keeps_its_own_writes(world, name):
 @pytest.mark.parametrize("road", ROADS[:-1], ids=lambda road: road.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_write_within_gathered_is_refused(world, name, precision, road):
-    made = small_engine(world, name, precision=precision, make=Tied)
-    step(made, inputs(world, 0))
+    made = small_engine(world, name, precision, Tied, steps=1)
     before = made.full_state_dict()
     with pytest.raises(InputError) as caught, made.gathered():
         road(made.module)
@@ -247,8 +239,7 @@ def average(engine):
 def after_a_write(world, engine, precision, write):
     """The messages of the next forward and of the next step."""
     for next_call in (lambda made: made(inputs(world, 1)), lambda made: made.step()):
-        made = small_engine(world, engine, precision=precision)
-        step(made, inputs(world, 0))
+        made = small_engine(world, engine, precision, steps=1)
         made.backward(loss(made(inputs(world, 1))))
         write(made)
         yield message_in_step(next_call, made)
@@ -308,74 +299,60 @@ def by_copy(twin):
         follower.copy_(follower * 0.9 + leader * (1 - 0.9))
 
 
+def renormed(in_place=False):
+    """The head gives its weight new data whenever it runs, as EEGNet's convolutions do, or changes it in place."""
+
+    def renorm(head, args):
+        if in_place:
+            head.weight.data.renorm_(2, 0, 0.3)
+        else:
+            head.weight.data = torch.renorm(head.weight.data, 2, 0, 0.3)
+
+    made = Net()
+    made.head.register_forward_pre_hook(renorm)
+    return made
+
+
+IN_FORWARD = {  # what is written: (by new data, in place, the engines that keep new data, what the others name)
+    "a twin": (lambda: Twin(by_data), lambda: Twin(by_copy), (*WHOLE, "offload"), "(leader|follower).*"),
+    "a weight": (renormed, lambda: renormed(in_place=True), WHOLE, "head.weight'"),
+}
+LOST = r"has left the engine's storage, by model.to\(\), .* or a write to its .data for instance, "
+LOST += r"and that would be lost; build the engine after it, or write weights within `with engine.gathered\(module, wr"
+
+
 @functools.cache
-def follow(world, engine, precision, how):
-    """The weights after some steps, saved before the engine knows of the last write."""
-    between = how == "between steps"
-    made = small_engine(world, engine, precision=precision, make=lambda: Twin(None if between else how))
-    for index in range(3):
-        if between:
-            with made.gathered(write=True):
-                by_data(made.module)
-        step(made, inputs(world, index))
-    with torch.no_grad(), made.gathered(write=True) if between else contextlib.nullcontext():
-        by_data(made.module) if between else made(inputs(world, 3))
+def written_in_forward(world, engine, precision, make):
+    """The weights after some steps, read before the engine knows of the last write."""
+    made = small_engine(world, engine, precision, make, steps=3)
+    with torch.no_grad():
+        made(inputs(world, 3))
     return made.full_state_dict()
 
 
-LOST = (
-    r"has left the engine's storage, by model.to\(\), .* or a write to its .data for instance, and that would be lost; "
-)
-LOST += (
-    r"build the engine after it, or write weights within `with engine.gathered\(module, write=True\):`, between steps"
-)
+@pytest.mark.seven
+@pytest.mark.parametrize(("what", "precision"), [("a twin", "fp32"), ("a twin", "bf16"), ("a weight", "fp32")])
+def test_new_data_assigned_in_forward_is_kept_where_weights_are_whole_or_refused(world, engine, what, precision):
+    anew, in_place, keeping, named = IN_FORWARD[what]
+    if engine in keeping:
+        expected = written_in_forward(world, "stage0_ddp", precision, in_place)
+        assert same_bits(written_in_forward(world, engine, precision, anew), expected)
+    else:
+        with pytest.raises(InputError, match=f"^'{named} {LOST}"):
+            written_in_forward(world, engine, precision, anew)
 
 
 @pytest.mark.seven
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("how", [by_data, "between steps"])
-def test_a_frozen_twin_follows_in_forward_where_weights_are_whole_and_between_steps_everywhere(
-    world, engine, precision, how
-):
-    if how == by_data and engine not in (*WHOLE, "offload"):
-        with pytest.raises(InputError, match=f"^'(leader|follower).* {LOST}"):
-            follow(world, engine, precision, how)
-    else:
-        expected = follow(world, "stage0_ddp", precision, by_copy)
-        assert same_bits(follow(world, engine, precision, how), expected)
-
-
-class Renormed(Net):
-    """The head assigns new data to its weight whenever it runs, as EEGNet's convolutions do."""
-
-    def __init__(self, in_place=False):
-        super().__init__()
-        self.head.register_forward_pre_hook(self.in_place if in_place else self.anew)
-
-    @staticmethod
-    def anew(head, args):
-        head.weight.data = torch.renorm(head.weight.data, 2, 0, 0.3)
-
-    @staticmethod
-    def in_place(head, args):
-        head.weight.data.renorm_(2, 0, 0.3)
-
-
-@functools.cache
-def renorm(world, engine, **how):
-    made = small_engine(world, engine, make=lambda: Renormed(**how))
-    for index in range(2):
-        step(made, inputs(world, index))
-    return made.full_state_dict()
-
-
-@pytest.mark.seven
-def test_new_data_that_forward_assigns_to_a_weight_is_kept_if_it_is_whole_and_refused_elsewhere(world, engine):
-    if engine in WHOLE:
-        assert same_bits(renorm(world, engine), renorm(world, "stage0_ddp", in_place=True))
-    else:
-        with pytest.raises(InputError, match=f"^'head.weight' {LOST}"):
-            renorm(world, engine)
+def test_a_frozen_twin_follows_between_steps(world, engine, precision):
+    made = small_engine(world, engine, precision=precision, make=Twin)
+    for index in range(4):
+        with made.gathered(write=True):
+            by_data(made.module)
+        if index < 3:
+            step(made, inputs(world, index))
+    expected = written_in_forward(world, "stage0_ddp", precision, IN_FORWARD["a twin"][1])
+    assert same_bits(made.full_state_dict(), expected)
 
 
 # ---- ZeRO++ ---------------------------------------------------------------------------------------------------------
@@ -385,9 +362,7 @@ def test_new_data_that_forward_assigns_to_a_weight_is_kept_if_it_is_whole_and_re
 @pytest.mark.ranks(4)
 def test_zeropp_shows_weights_as_they_are_kept_and_computes_with_rounded_ones(world, precision):
     """gathered() shows what full_state_dict() returns: at rest, between forward and backward, and for one module."""
-    made, plain = (small_engine(world, "quantized:All", precision=precision) for _ in range(2))
-    for one in (made, plain):
-        step(one, inputs(world, 0))
+    made, plain = (small_engine(world, "quantized:All", precision, steps=1) for _ in range(2))
     x = inputs(world, 1)
     for between in (False, True):
         value = loss(made(x)) if between else None

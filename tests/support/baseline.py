@@ -3,15 +3,19 @@
 Both use torch's own collectives, so they share no code with what they check. The second is `interop.peers.plain`.
 """
 
+import functools
+from unittest import mock
+
 import torch
 
 from interop.peers import TorchDDP
-from interop.peers.plain import AverageAfterBackward, ExactNorm, OtherRounding, mean_in_rank_order
+from interop.peers.plain import AverageAfterBackward, ExactNorm, OtherRounding, PlainDDP, mean_in_rank_order
 
 __all__ = [
     "AverageAfterBackward",
     "OrderedDDP",
     "OtherRounding",
+    "PlainLoop",
     "SecondRounding",
     "ThirdRounding",
     "mean_in_rank_order",
@@ -32,6 +36,15 @@ class OrderedDDP(ExactNorm, TorchDDP):
 
     def __init__(self, model, optimizer, **options):
         super().__init__(model, optimizer, comm_hook=sum_in_rank_order, **options)
+
+
+class PlainLoop(PlainDDP):
+    """A loop without an engine: `.grad` is the mean, and a graph is kept if told to."""
+
+    def backward(self, loss, retain_graph=False):
+        keeps = functools.partialmethod(torch.Tensor.backward, retain_graph=retain_graph)
+        with mock.patch.object(torch.Tensor, "backward", keeps):
+            super().backward(loss)
 
 
 class SecondRounding(OtherRounding):

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from trap_models import WIDTH, Net
+from trap_models import WIDTH, Net, step
 
 from common import models
 from common.data import Batches, load_text
@@ -111,12 +111,16 @@ def inputs(world, index):
     return torch.randn(2, 3, WIDTH, generator=generator).to(world.device)
 
 
-def small_engine(world, engine, precision="fp32", make=Net, seed=0, scale=2.0**10, **options):
-    """An engine over such a model. In fp16 its loss scale changes within a few steps."""
+def small_engine(
+    world, engine, precision="fp32", make=Net, seed=0, scale=2.0**10, optimizer=UNFUSED, steps=0, run=step, **options
+):
+    """An engine over such a model, after some steps. In fp16 its loss scale changes within a few."""
     torch.manual_seed(seed)
-    made = make_engine(engine, make().to(world.device), UNFUSED, precision=precision, **options)
+    made = make_engine(engine, make().to(world.device), optimizer, precision=precision, **options)
     if precision == "fp16":
         made.loss_scaler = LossScaler(scale=scale, window=2)
+    for index in range(steps):
+        run(made, inputs(world, index))
     return made
 
 
@@ -127,10 +131,15 @@ def batch(module, world, step=0, global_batch=24):
     return inputs.to(world.device), targets.to(world.device)
 
 
+def batch_loss(engine, world, step=0, global_batch=24):
+    """The loss of this rank's part of a global batch."""
+    inputs, targets = batch(engine.module, world, step, global_batch)
+    return models.loss(engine(inputs), targets)
+
+
 def train_step(engine, world, step=0):
     """Forward, backward, step; return the loss."""
-    inputs, targets = batch(engine.module, world, step)
-    loss = models.loss(engine(inputs), targets)
+    loss = batch_loss(engine, world, step)
     engine.backward(loss)
     engine.step()
     return loss.item()
@@ -140,9 +149,9 @@ def train(world, engine, model="gpt-tiny", steps=10, **options):
     """Train; return the final weights, the losses, and every count with its prediction."""
     engine = make_engine(engine, model, **options)
     losses = []
-    for step in range(steps):
+    for index in range(steps):
         engine.comm.traffic.reset()
-        losses.append(train_step(engine, world, step))
+        losses.append(train_step(engine, world, index))
     return {
         "model_state_bytes": engine.model_state_bytes(),
         "predicted_model_state_bytes": engine.predicted_model_state_bytes(),
@@ -156,8 +165,8 @@ def train(world, engine, model="gpt-tiny", steps=10, **options):
 def handed_on(world, writer, reader, folder, precision):
     """Train, save, and train on: in the engine that saved, and in another that loads."""
     first = make_engine(writer, precision=precision)
-    for step in range(2):
-        train_step(first, world, step)
+    for index in range(2):
+        train_step(first, world, index)
     first.save(folder)
     second = make_engine(reader, precision=precision, seed=1)
     second.load(folder)
