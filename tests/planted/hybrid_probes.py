@@ -6,7 +6,7 @@ import functools
 import torch
 from planting import broken
 from torch import nn
-from training import UNFUSED, make_engine, same_bits, train_step
+from training import UNFUSED, handed_on, make_engine, same_bits, train_step
 from zeropp_probes import loss_of
 
 from common.engine.mixed_precision import DTYPES
@@ -45,16 +45,8 @@ def bytes_are_as_counted_by_hand(world, engine, folder):
 
 def a_checkpoint_goes_on_in_stage_3(world, engine, folder):
     """A save holds what stage 3 needs to go on with the same bits, and stage 3's goes on here."""
-    ends = []
-    for number, pair in enumerate([(engine, "stage3_param"), ("stage3_param", engine)]):
-        first, second = (make_engine(name, seed=seed) for seed, name in enumerate(pair))
-        train_step(first, world)
-        first.save(f"{folder}/{number}")
-        second.load(f"{folder}/{number}")
-        for made in (first, second):
-            train_step(made, world, 1)
-        ends.append(same_bits(first.full_state_dict(), second.full_state_dict()))
-    return broken(there=ends[0], and_back=ends[1])
+    pairs = {"there": (engine, "stage3_param"), "and_back": ("stage3_param", engine)}
+    return broken(**{way: handed_on(world, *pair, f"{folder}/{way}", "fp32") for way, pair in pairs.items()})
 
 
 # ---- gradients that cross with the last micro-batch of a step -------------------------------------------------------

@@ -126,17 +126,6 @@ def preceded(owner, name, by):
     return replaced(owner, name, fault)
 
 
-def followed(owner, name, by):
-    """Call `by`, with the same arguments, after a method or function."""
-
-    def fault(original, *args, **options):
-        result = original(*args, **options)
-        by(*args, **options)
-        return result
-
-    return replaced(owner, name, fault)
-
-
 def healthy(engine):
     """No fault at all."""
     return contextlib.nullcontext()

@@ -8,14 +8,7 @@ import torch
 from interop.peers import TorchDDP
 from interop.peers.plain import AverageAfterBackward, ExactNorm, OtherRounding, mean_in_rank_order
 
-__all__ = [
-    "AverageAfterBackward",
-    "OrderedDDP",
-    "OtherRounding",
-    "SecondRounding",
-    "ThirdRounding",
-    "mean_in_rank_order",
-]
+__all__ = ["AverageAfterBackward", "OrderedDDP", "OtherRounding", "SecondRounding", "ThirdRounding"]
 
 
 def sum_in_rank_order(state, bucket):
