@@ -6,7 +6,7 @@ import functools
 import torch
 from planting import broken
 from torch import nn
-from training import UNFUSED, handed_on, make_engine, same_bits, train_step
+from training import UNFUSED, handed_on, make_engine, same_bits, train_counted
 from zeropp_probes import loss_of
 
 from common.engine.mixed_precision import DTYPES
@@ -31,16 +31,10 @@ def bits_are_stage_3s(world, engine, folder):
 
 def bytes_are_as_counted_by_hand(world, engine, folder):
     """Only gradients leave a node: sums in fp32 forward, means back."""
-    made = make_engine(engine, precision="bf16")
-    for step in range(2):
-        made.comm.traffic.reset()
-        train_step(made, world, step)
+    made, kept = train_counted(world, engine, precision="bf16")
     first, elements = world.rank < 2, sum(bucket.padded_numel for bucket in made.buckets) // 2
-    return broken(
-        held=made.model_state_bytes() == made.predicted_model_state_bytes(),
-        sent=made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(),
-        left=sum(made.comm.traffic.between_nodes().values()) == (4 if first else 2) * elements,
-    )
+    left = sum(made.comm.traffic.between_nodes().values())
+    return broken(**kept, by_hand=left == (4 if first else 2) * elements)
 
 
 def a_checkpoint_goes_on_in_stage_3(world, engine, folder):

@@ -2,17 +2,16 @@
 
 import contextlib
 import functools
-import threading
 
 import planting
 import stage_probes as probes
 from matrix import Cell
-from planting import preceded, replaced
+from planting import followed, replaced
 from reading import Scene
 from torch import nn
 from training import STAGES
 
-from common.ranks.lanes import InlineLane
+from common.engine import Bucket
 
 ZERO_ONE, ONE_TWO, TWO_THREE = STAGES[:2], STAGES[1:3], STAGES[2:]
 SHARDED, BUCKETS = STAGES[1:], STAGES[:3]
@@ -53,6 +52,18 @@ shown_by = functools.partial(planting.shown_by, MUTANTS, engines=STAGES)
 globals().update((mutant.plant.__name__, mutant.plant) for mutant in MUTANTS)  # some are asked for by name
 
 
+@shown_by(CLIPPED)
+def padding_is_not_zeroed(engine):
+    what_empty_may_hold = float("nan")
+    return followed(
+        Bucket,
+        "finalize",
+        lambda bucket: bucket.local_gradients[max(slot.end for slot in bucket.slots.values()) :].fill_(
+            what_empty_may_hold
+        ),
+    )
+
+
 @shown_by(Cell("tied", "fp32", 2))
 @contextlib.contextmanager
 def a_tied_parameter_has_two_places(engine):
@@ -68,20 +79,4 @@ def a_tied_parameter_has_two_places(engine):
             original(self, bucket, name, parameter)
 
     with replaced(engine, "partition", partition), replaced(engine, "gradient_ready", gradient_ready):
-        yield
-
-
-@shown_by(probes.two_buckets_in_flight, engines=STAGES[2:3])
-@contextlib.contextmanager
-def a_bucket_does_not_wait_for_room(engine):
-    def hold_reductions(self, loss):  # none completes before backward does
-        self.late = threading.Event()
-        if not isinstance(self.comm.lane, InlineLane):
-            self.comm.lane.submit(self.late.wait)
-
-    with (
-        preceded(engine, "backward", hold_reductions),
-        preceded(engine, "allocate_gradients", lambda self, _: self.in_flight.clear()),
-        preceded(engine, "finish_backward", lambda self: self.late.set()),
-    ):
         yield

@@ -8,7 +8,7 @@ from formulas import bytes_held
 from late_lanes import on_lane
 from planting import broken
 from reading import outcome
-from training import batch, inputs, make_engine, same_bits, small_engine, train_step
+from training import batch, inputs, make_engine, same_bits, small_engine, train_counted, train_step
 from trap_models import CASES, WIDTH, Block, Counting, Tiny, loss, net, step
 
 from common import models
@@ -27,15 +27,10 @@ def formula(engine, per_parameter):
 
 def accounts(model, world, engine, folder):
     """Bytes held and sent equal the predicted ones and the paper's; all ranks end with the same weights."""
-    made = make_engine(engine, model, clip_norm=1.0)
-    for index in range(2):
-        made.comm.traffic.reset()
-        train_step(made, world, index)
-    held, sent = made.model_state_bytes(), made.comm.traffic.by_collective()
+    made, kept = train_counted(world, engine, model, clip_norm=1.0)
     return broken(
-        held=held == made.predicted_model_state_bytes(),
-        sent=sent == made.predicted_wire_bytes_per_step(),
-        papers_formula=sum(held.values()) == formula(made, bytes_held(engine, world.size)),
+        **kept,
+        papers_formula=sum(made.model_state_bytes().values()) == formula(made, bytes_held(engine, world.size)),
         ranks_agree=len(set(made.comm.gather_objects(sha256(made.full_state_dict())))) == 1,
     )
 
@@ -126,18 +121,16 @@ def trained(world, engine):
     return made.full_state_dict()
 
 
-def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
-    """If collectives run only when they are waited for, a training ends with the baseline's bits."""
+def no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=()):
+    """If collectives and copies run only when they are waited for, a training ends with the baseline's bits."""
     reference = trained(world, "baseline:AverageAfterBackward")
-    with on_lane("late", world.rank):
+    with on_lane("late", world.rank, prompt):
         return broken(weights=same_bits(trained(world, engine), reference))
 
 
 def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
     """If copies run late, and the host steps as early as allowed, a training ends with the baseline's bits."""
-    reference = trained(world, "baseline:AverageAfterBackward")
-    with on_lane("late", world.rank, prompt=("host",)):
-        return broken(weights=same_bits(trained(world, engine), reference))
+    return no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=("host",))
 
 
 def old_graphs_do_not_go_backward(world, engine, folder):
