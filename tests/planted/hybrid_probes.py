@@ -4,29 +4,16 @@ import contextlib
 import functools
 
 import torch
+from matrix import Cell
 from planting import broken
 from torch import nn
 from training import UNFUSED, handed_on, make_engine, same_bits, train_counted
-from zeropp_probes import loss_of
 
 from common.engine.mixed_precision import DTYPES
 from common.loop import sha256
 
-
-def bits_are_stage_3s(world, engine, folder):
-    """Weights and norms are stage 3's, on every rank."""
-    kept = True
-    for precision, micro_batches in (("fp32", 1), ("bf16", 2)):
-        ends = []
-        for name in ("stage3_param", engine):
-            made, norms = make_engine(name, precision=precision, clip_norm=0.5), []
-            for step in range(2):
-                for micro in range(micro_batches):
-                    made.backward(loss_of(made, world, 2 * step + micro))
-                norms.append(made.step().norm)
-            ends.append((norms, sha256(made.full_state_dict())))
-        kept = kept and ends[0] == ends[1]
-    return broken(bits=kept)
+CLIPPED = Cell("gpt-tiny", "fp32", 4, "clipped")
+ACCUMULATED_IN_BF16 = Cell("gpt-tiny", "bf16", 4, "accumulated, clipped")
 
 
 def bytes_are_as_counted_by_hand(world, engine, folder):
