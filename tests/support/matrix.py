@@ -78,37 +78,31 @@ OPTIONS = {
 }
 
 
-# What makes a training not plain, to be crossed: {factor: {level: fields of Option}}.
-FACTORS = {
-    "optimizer": {"AdamW": {"optimizer": "AdamW"}, "SGD": {"optimizer": "SGD with momentum"}},
-    "micro-batches": {
-        "": {},
-        "accumulated": {"micro_batches": 3},
-        "under no_sync": {"micro_batches": 3, "no_sync": True},
-        "two forwards": {"two_forwards": True},
-    },
-    "clipping": {
-        "": {},
-        "clipped": {"engine": {"clip_norm": 0.1}},
-        "clipped by the largest": {"engine": {"clip_norm": 0.01, "norm_type": math.inf}},
-    },
-    "groups": {"": {}, "groups": {"groups": True}},
-    "buckets": {"": {}, "small buckets": {"engine": {"bucket_mb": 1e-6}}},
-    "tokens": {"": {}, "unequal tokens": {"unequal": True}},
-    "checkpoints": {
-        "": {},
-        "checkpoints": {"checkpoints": "non-reentrant"},
-        "reentrant checkpoints": {"checkpoints": "reentrant"},
-    },
-    "evaluation": {"": {}, "evaluated": {"evaluated": True}},
-    "resume": {"": {}, "resumed": {"resumed": True}, "resumed elsewhere": {"elsewhere": True}},
+# What makes a training not plain, to be crossed: {level: fields of Option}. A crossing has one level of each factor.
+LEVELS = {
+    "": {},
+    "AdamW": {"optimizer": "AdamW"},
+    "SGD": {"optimizer": "SGD with momentum"},
+    "accumulated": {"micro_batches": 3},
+    "under no_sync": {"micro_batches": 3, "no_sync": True},
+    "two forwards": {"two_forwards": True},
+    "clipped": {"engine": {"clip_norm": 0.1}},
+    "clipped by the largest": {"engine": {"clip_norm": 0.01, "norm_type": math.inf}},
+    "groups": {"groups": True},
+    "small buckets": {"engine": {"bucket_mb": 1e-6}},
+    "unequal tokens": {"unequal": True},
+    "checkpoints": {"checkpoints": "non-reentrant"},
+    "reentrant checkpoints": {"checkpoints": "reentrant"},
+    "evaluated": {"evaluated": True},
+    "resumed": {"resumed": True},
+    "resumed elsewhere": {"elsewhere": True},
 }
 SINGLE = tuple(OPTIONS)
 
 
 def crossed(levels):
     """Add to OPTIONS the combination of these levels, one per factor; return its name."""
-    fields = [FACTORS[factor][level] for factor, level in zip(FACTORS, levels, strict=True)]
+    fields = [LEVELS[level] for level in levels]
     engine = {name: value for some in fields for name, value in some.get("engine", {}).items()}
     name = ", ".join(filter(None, levels))
     OPTIONS[name] = Option(**{name: value for some in fields for name, value in some.items()} | {"engine": engine})

@@ -304,14 +304,5 @@ class ReusesItsBuffer(Asynchronous):
 
 IN_TIME = (Asynchronous, InPlace)
 EARLY = (NeverWaits, WaitsForTheFirst, WaitsForTheLast, ReusesItsBuffer)
-OTHERS = (
-    TiedGradientDropped,
-    RandomStateOfRank0,
-    OwnOverflowFlag,
-    DrawsInForward,
-    GradientsSurviveALoad,
-    KeepsWholeGradients,
-    DeafToNoSync,
-    FirstValuesNeverSent,
-    UnwrittenPadding,
-)
+OTHERS = (TiedGradientDropped, RandomStateOfRank0, OwnOverflowFlag, DrawsInForward, GradientsSurviveALoad)
+OTHERS += (KeepsWholeGradients, DeafToNoSync, FirstValuesNeverSent, UnwrittenPadding)
