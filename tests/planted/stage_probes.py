@@ -221,7 +221,7 @@ def refuses_what_is_damaged(world, engine, folder):
         contents[-1] ^= 1  # in the values, after the header
         file.write_bytes(contents)
     made.comm.gather_objects("the file is damaged")
-    return broken(refused=message_of(made.load, folder) is not None)
+    return broken(refused="is damaged" in (message_of(made.load, folder) or ""))
 
 
 # ---- two engines --------------------------------------------------------------------------------------------------
