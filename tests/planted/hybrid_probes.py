@@ -4,57 +4,30 @@ import contextlib
 import functools
 
 import torch
+from matrix import Cell
 from planting import broken
 from torch import nn
-from training import UNFUSED, make_engine, same_bits, train_step
-from zeropp_probes import loss_of
+from training import UNFUSED, handed_on, make_engine, same_bits, train_counted
 
 from common.engine.mixed_precision import DTYPES
 from common.loop import sha256
 
-
-def bits_are_stage_3s(world, engine, folder):
-    """Weights and norms are stage 3's, on every rank."""
-    kept = True
-    for precision, micro_batches in (("fp32", 1), ("bf16", 2)):
-        ends = []
-        for name in ("stage3_param", engine):
-            made, norms = make_engine(name, precision=precision, clip_norm=0.5), []
-            for step in range(2):
-                for micro in range(micro_batches):
-                    made.backward(loss_of(made, world, 2 * step + micro))
-                norms.append(made.step().norm)
-            ends.append((norms, sha256(made.full_state_dict())))
-        kept = kept and ends[0] == ends[1]
-    return broken(bits=kept)
+CLIPPED = Cell("gpt-tiny", "fp32", 4, "clipped")
+ACCUMULATED_IN_BF16 = Cell("gpt-tiny", "bf16", 4, "accumulated, clipped")
 
 
 def bytes_are_as_counted_by_hand(world, engine, folder):
     """Only gradients leave a node: sums in fp32 forward, means back."""
-    made = make_engine(engine, precision="bf16")
-    for step in range(2):
-        made.comm.traffic.reset()
-        train_step(made, world, step)
+    made, kept = train_counted(world, engine, precision="bf16")
     first, elements = world.rank < 2, sum(bucket.padded_numel for bucket in made.buckets) // 2
-    return broken(
-        held=made.model_state_bytes() == made.predicted_model_state_bytes(),
-        sent=made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(),
-        left=sum(made.comm.traffic.between_nodes().values()) == (4 if first else 2) * elements,
-    )
+    left = sum(made.comm.traffic.between_nodes().values())
+    return broken(**kept, by_hand=left == (4 if first else 2) * elements)
 
 
 def a_checkpoint_goes_on_in_stage_3(world, engine, folder):
     """A save holds what stage 3 needs to go on with the same bits, and stage 3's goes on here."""
-    ends = []
-    for number, pair in enumerate([(engine, "stage3_param"), ("stage3_param", engine)]):
-        first, second = (make_engine(name, seed=seed) for seed, name in enumerate(pair))
-        train_step(first, world)
-        first.save(f"{folder}/{number}")
-        second.load(f"{folder}/{number}")
-        for made in (first, second):
-            train_step(made, world, 1)
-        ends.append(same_bits(first.full_state_dict(), second.full_state_dict()))
-    return broken(there=ends[0], and_back=ends[1])
+    pairs = {"there": (engine, "stage3_param"), "and_back": ("stage3_param", engine)}
+    return broken(**{way: handed_on(world, *pair, f"{folder}/{way}", "fp32") for way, pair in pairs.items()})
 
 
 # ---- gradients that cross with the last micro-batch of a step -------------------------------------------------------

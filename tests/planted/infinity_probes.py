@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from planting import broken
-from training import UNFUSED, make_engine, message_of, same_bits, train_step
+from training import make_engine, message_of, train_counted, train_step
 
 
 def counts(made):
@@ -17,24 +17,8 @@ def counts(made):
 
 def accounts(world, engine, folder):
     """Every byte count is as predicted."""
-    made = make_engine(engine, precision="bf16", clip_norm=1.0)
-    for step in range(3):
-        made.comm.traffic.reset()
-        train_step(made, world, step)
-    return broken(**{what: measured == predicted for what, (measured, predicted) in counts(made).items()})
-
-
-def loads_what_was_saved(world, engine, folder):
-    """A training resumes from a checkpoint as if it had not been interrupted."""
-    first = make_engine(engine, optimizer=UNFUSED, precision="bf16")
-    train_step(first, world)
-    first.save(folder)
-    second = make_engine(engine, optimizer=UNFUSED, precision="bf16", seed=1)
-    train_step(second, world, 5)
-    second.load(folder)
-    for made in (first, second):
-        train_step(made, world, 1)
-    return broken(weights=same_bits(first.full_state_dict(), second.full_state_dict()))
+    _, kept = train_counted(world, engine, precision="bf16", clip_norm=1.0)
+    return broken(**kept)
 
 
 def says_on_every_rank_that_a_disk_failed(world, engine, folder):

@@ -6,7 +6,7 @@ from late_lanes import on_lane
 from offloaded import WARM_UP
 from planting import broken
 from torch.optim.lr_scheduler import ExponentialLR
-from training import BUCKET_MB, UNFUSED, make_engine, same_bits, train_step
+from training import BUCKET_MB, UNFUSED, make_engine, same_bits, train_counted, train_step
 
 
 def delayed(world, engine, folder, lane="late", steps=5):
@@ -44,16 +44,12 @@ def loads_over_what_is_under_way(world, engine, folder):
 
 def counts(world, engine, folder):
     """Bytes on the device, on the host and over the bus equal the predicted ones and the paper's."""
-    made = make_engine(engine, precision="bf16", clip_norm=1.0)
-    for step in range(WARM_UP + 3):
-        made.comm.traffic.reset()
-        train_step(made, world, step)
+    made, kept = train_counted(world, engine, steps=WARM_UP + 3, precision="bf16", clip_norm=1.0)
     padded = sum(bucket.padded_numel for bucket in made.buckets)
     on_host = padded // world.size if made.ratio == 0 else None
-    measured, predicted = made.accounting.measured(), made.accounting.predicted()
-    crossed = measured["bus_bytes_per_step"]
+    crossed = made.accounting.measured()["bus_bytes_per_step"]
     return broken(
-        **{name: measured[name] == predicted[name] for name in predicted},
+        **kept,
         papers_device=sum(made.model_state_bytes().values()) == 2 * padded if on_host else True,
         papers_bus=crossed == {"to_host": 2 * on_host, "to_device": 2 * on_host} if on_host else True,
     )

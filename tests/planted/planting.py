@@ -116,16 +116,6 @@ def replaced(owner, name, fault):
     return mock.patch.object(owner, name, lambda *args, **options: fault(original, *args, **options))
 
 
-def preceded(owner, name, by):
-    """Call `by`, with the same arguments, before a method or function."""
-
-    def fault(original, *args, **options):
-        by(*args, **options)
-        return original(*args, **options)
-
-    return replaced(owner, name, fault)
-
-
 def followed(owner, name, by):
     """Call `by`, with the same arguments, after a method or function."""
 

@@ -2,18 +2,16 @@
 
 import contextlib
 import functools
-import threading
 
 import planting
 import stage_probes as probes
 from matrix import Cell
-from planting import followed, preceded, replaced
+from planting import followed, replaced
 from reading import Scene
 from torch import nn
 from training import STAGES
 
 from common.engine import Bucket
-from common.ranks.lanes import Handle, InlineLane
 
 ZERO_ONE, ONE_TWO, TWO_THREE = STAGES[:2], STAGES[1:3], STAGES[2:]
 SHARDED, BUCKETS = STAGES[1:], STAGES[:3]
@@ -23,6 +21,8 @@ TRAINED_IN_BF16 = Cell("plain", "bf16", 3)
 TRAINED_IN_FP16 = Cell("plain", "fp16", 3)
 CLIPPED = Cell("plain", "fp32", 3, "clipped")
 CLIPPED_IN_FP16 = Cell("plain", "fp16", 3, "clipped")
+CLIPPED_GPT = Cell("gpt-tiny", "fp32", 3, "clipped")  # whose norms are compared, too
+CLIPPED_GPT_IN_FP16 = Cell("gpt-tiny", "fp16", 3, "clipped")
 MANY_BUCKETS = Cell("plain", "fp32", 3, "a bucket for each parameter")
 GROUPS = Cell("gpt-tiny", "fp32", 3, "groups and a scheduler")
 FUSED = Cell("gpt-tiny", "fp32", 3, "fused AdamW")
@@ -66,15 +66,6 @@ def padding_is_not_zeroed(engine):
     )
 
 
-@shown_by(SOMETIMES_UNUSED)
-def what_is_not_full_is_not_sent(engine):
-    def pretend_that_it_travelled(self):
-        for bucket in self.buckets:
-            bucket.handle = bucket.handle or Handle((), lambda buffers: None)
-
-    return preceded(engine, "finish_backward", pretend_that_it_travelled)
-
-
 @shown_by(Cell("tied", "fp32", 2))
 @contextlib.contextmanager
 def a_tied_parameter_has_two_places(engine):
@@ -90,20 +81,4 @@ def a_tied_parameter_has_two_places(engine):
             original(self, bucket, name, parameter)
 
     with replaced(engine, "partition", partition), replaced(engine, "gradient_ready", gradient_ready):
-        yield
-
-
-@shown_by(probes.two_buckets_in_flight, engines=STAGES[2:3])
-@contextlib.contextmanager
-def a_bucket_does_not_wait_for_room(engine):
-    def hold_reductions(self, loss):  # none completes before backward does
-        self.late = threading.Event()
-        if not isinstance(self.comm.lane, InlineLane):
-            self.comm.lane.submit(self.late.wait)
-
-    with (
-        preceded(engine, "backward", hold_reductions),
-        preceded(engine, "allocate_gradients", lambda self, _: self.in_flight.clear()),
-        preceded(engine, "finish_backward", lambda self: self.late.set()),
-    ):
         yield

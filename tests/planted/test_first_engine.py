@@ -1,20 +1,18 @@
 """The suite as the author of a first engine meets it: the page's engine passes, and a bug is found and named."""
 
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import first_engine
 import pytest
 import wrong_engines
+from commands import held_to_the_suite
 from failures_by_cause import grouped
 from first_difference import crash, first_difference
 from first_engine import DataParallel, Misspelt, ShardedOptimizer, name_of
-from matrix import CELLS, OPTIONS, Cell, as_judged, expected, train_cell
-from places import ROOT
-from verdicts import judge
+from matrix import CELLS, OPTIONS, Cell, as_judged, train_cell
+from verdicts import passes
 
 from common.engines import find_engine
 from common.errors import InputError
@@ -26,17 +24,6 @@ GPT = Cell("gpt-tiny", "fp32", 2, optimizer="SGD with momentum")
 CLIPPED = Cell("gpt-tiny", "fp32", 3, "clipped", optimizer="SGD with momentum")
 RESUMED = Cell("gpt-tiny", "fp32", 2, "resumed from a checkpoint")
 EVALUATED = Cell("resnet-tiny", "fp32", 3, "evaluated between steps", optimizer="SGD with momentum")
-
-
-def passes(worlds, engine, cell, folder):
-    """Whether an engine passes a cell; None if it does not claim it."""
-    try:
-        ranks = worlds(cell.world_size).run(train_cell, name_of(engine), cell, str(folder))
-    except RankFailed:
-        return False
-    if isinstance(ranks[0], str):
-        return None
-    return judge(worlds, cell, ranks)[0] in expected(name_of(engine), cell)
 
 
 def sample(engine, most):
@@ -55,13 +42,13 @@ def sizes(most):
 @pytest.mark.parametrize("first", [DataParallel, ShardedOptimizer], ids=name_of)
 def test_a_first_engine_passes(worlds, tmp_path, first, most):
     for cell in sample(first, most):
-        assert passes(worlds, first, cell, tmp_path) is not False, cell
+        assert passes(worlds, name_of(first), cell, tmp_path) is not False, cell
 
 
 @sizes(3)
 @pytest.mark.parametrize("bug", wrong_engines.BUGS, ids=name_of)
 def test_a_bug_fails_in_most_of_the_cells_that_it_touches(worlds, tmp_path, bug, most):
-    found = [passes(worlds, bug, cell, tmp_path) for cell in sample(bug, most)]
+    found = [passes(worlds, name_of(bug), cell, tmp_path) for cell in sample(bug, most)]
     assert found.count(False) > (len(found) - found.count(None)) / 2
 
 
@@ -112,14 +99,8 @@ def test_failures_are_grouped_by_what_their_cells_share():
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
-def suite(engine, *options):
-    """What `pytest tests --engine ...` prints."""
-    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--engine", engine, *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-
-
 def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
-    said = suite("interop.diagnose.suspects:NoDivision", "--quick", "-k", "mlp or returning or wire")
+    said = held_to_the_suite("interop.diagnose.suspects:NoDivision", "--quick", "-k", "mlp or returning or wire")
     assert re.search(
         r"2 cells: ends elsewhere than the baseline\n    all 2 cells, first mlp, plain, fp32, 2 ranks, SGD", said
     )
@@ -129,11 +110,13 @@ def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
 
 def test_the_pages_engine_passes_its_command():
     """Another test covers the cells of the matrix."""
-    assert "Nothing fails" in suite("first_engine:DataParallel", "--quick", "-k", "test_heard")
+    assert "Nothing fails" in held_to_the_suite("first_engine:DataParallel", "--quick", "-k", "test_heard")
 
 
 def test_the_last_line_does_not_say_that_nothing_fails_if_the_suite_itself_does():
-    said = suite("first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder")
+    said = held_to_the_suite(
+        "first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder"
+    )
     assert re.search(r"\d errors? in ", said)
     assert "Nothing fails" not in said
     assert "Look first at tests/any_engine/test_equivalence.py::" in said
@@ -147,7 +130,7 @@ def test_an_unknown_engine_is_told_the_form_of_a_name(name):
 
 def test_after_a_few_hangs_the_rest_is_skipped():
     began = time.monotonic()
-    said = suite("first_engine:Hangs", "--quick")
+    said = held_to_the_suite("first_engine:Hangs", "--quick")
     assert "hangs" in said
     assert "not run: 3 trainings before it hung" in said
     assert time.monotonic() - began < 180  # 60 of them for the three

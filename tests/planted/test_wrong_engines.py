@@ -1,42 +1,26 @@
 """Silent faults of sharded trainers fail the suite, and the message names them."""
 
 import re
-import subprocess
-import sys
 import time
 
 import pytest
+from commands import held_to_the_suite
 from first_difference import first_difference
 from first_engine import name_of
-from matrix import CROSSINGS, QUICK, Cell, as_judged, expected, trained
-from places import ROOT
-from verdicts import judge
+from matrix import CROSSINGS, QUICK, Cell, as_judged, trained
+from verdicts import judge, passes
 from worlds import WorldsThatMayHang
 from wrong_engines import EARLY, IDEAS, IN_TIME, OTHERS
-
-from common.ranks.world import RankFailed
 
 SHOWN = sorted(QUICK.intersection(CROSSINGS), key=lambda cell: ("AdamW" in cell.option, CROSSINGS.index(cell)))
 
 
-def first_failure(worlds, wrong, folder):
-    """The sample's first crossing that an engine fails, among those that its fault touches."""
-    name = name_of(wrong)
-    for cell in (as_judged(name, cell) for cell in SHOWN if IDEAS[wrong](cell)):
-        try:
-            ranks = trained(worlds, name, cell, str(folder))
-        except RankFailed:
-            return cell
-        if not isinstance(ranks[0], str) and judge(worlds, cell, ranks)[0] not in expected(name, cell):
-            return cell
-    return None
-
-
 @pytest.mark.parametrize("wrong", IDEAS, ids=lambda wrong: wrong.__name__)
 def test_a_failure_where_options_cross_names_the_idea(worlds, tmp_path, wrong):
-    cell = first_failure(worlds, wrong, tmp_path)
-    assert cell is not None
-    assert wrong.__doc__ in first_difference(worlds, worlds, name_of(wrong), cell, str(tmp_path))
+    name = name_of(wrong)
+    touched = [as_judged(name, cell) for cell in SHOWN if IDEAS[wrong](cell)]
+    cell = next(cell for cell in touched if passes(worlds, name, cell, tmp_path) is False)
+    assert wrong.__doc__ in first_difference(worlds, worlds, name, cell, str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +41,8 @@ def test_reading_before_waiting_fails_when_collectives_run_late(worlds, late_wor
 @pytest.mark.alone  # it is allowed a minute
 @pytest.mark.parametrize("wrong", [*IDEAS, *OTHERS], ids=lambda wrong: wrong.__name__)
 def test_the_sample_notices_it_within_a_minute(wrong):
-    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--quick"]
     began = time.monotonic()
-    said = subprocess.run(
-        [*command, "--engine", name_of(wrong)], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout
+    said = held_to_the_suite(name_of(wrong), "--quick")
     assert time.monotonic() - began < 60
     assert re.search(r"\d+ failed", said)
     assert "Look first at" in said

@@ -11,15 +11,7 @@ import torch
 from interop.peers import TorchDDP
 from interop.peers.plain import AverageAfterBackward, ExactNorm, OtherRounding, PlainDDP, mean_in_rank_order
 
-__all__ = [
-    "AverageAfterBackward",
-    "OrderedDDP",
-    "OtherRounding",
-    "PlainLoop",
-    "SecondRounding",
-    "ThirdRounding",
-    "mean_in_rank_order",
-]
+__all__ = ["AverageAfterBackward", "OrderedDDP", "OtherRounding", "SecondRounding", "ThirdRounding"]
 
 
 def sum_in_rank_order(state, bucket):

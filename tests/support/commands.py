@@ -45,6 +45,12 @@ def torchrun(*arguments, nproc=2, timeout=PATIENCE, **settings):
     return subprocess.run([*map(str, command)], env=environment, timeout=timeout, check=False, **pipes)
 
 
+def held_to_the_suite(engine, *options):
+    """What `pytest tests --engine ...` prints."""
+    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--engine", engine, *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
 def refused(captured, command, *arguments):
     """The one-line message with which a command exits, with status 2; `captured` is pytest's capsys or capfd."""
     with pytest.raises(SystemExit) as end:

@@ -9,14 +9,9 @@ from trap_models import CASES
 
 def traits(cell):
     """A cell's traits, each as the end of a sentence about cells: "that accumulate"."""
-    option = OPTIONS[cell.option]
-    by = option.optimizer or cell.optimizer
-    said = [f"at {cell.world_size} rank{'s' * (cell.world_size > 1)}", f"in {cell.precision}", f"of {cell.model}"]
-    said += [
-        f"with option {cell.option!r}",
-        f"trained by {by}",
-        "of the zoo" if cell.model not in CASES else "of traps",
-    ]
+    option, kind = OPTIONS[cell.option], "of traps" if cell.model in CASES else "of the zoo"
+    said = {f"at {cell.world_size} rank{'s' * (cell.world_size > 1)}", f"in {cell.precision}", f"of {cell.model}", kind}
+    said |= {f"with option {cell.option!r}", f"trained by {option.optimizer or cell.optimizer}"}
     facts = {
         "at 2 or more ranks": cell.world_size > 1,
         "at 3 or more ranks": cell.world_size > 2,
@@ -28,7 +23,7 @@ def traits(cell):
         "in which an exception interrupts a step": ": fails" in cell.model or cell.model.startswith("fails"),
         "with several forwards a step": option.two_forwards or "two forwards" in cell.model,
     }
-    return {*said, *(fact for fact, holds in facts.items() if holds)}
+    return said | {fact for fact, holds in facts.items() if holds}
 
 
 def grouped(cells):

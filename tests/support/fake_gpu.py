@@ -45,14 +45,8 @@ from common.tiers import swap
 
 CUDA = torch.device("cuda", 1)  # the rank's
 HOST = torch.device("cpu")
-# The arguments that a collective writes, and those that it reads: the dispatcher does not describe them.
-COLLECTIVES = {
-    "allreduce_": ((0,), (0,)),
-    "broadcast_": ((0,), (0,)),
-    "_allgather_base_": ((0,), (1,)),
-    "_reduce_scatter_base_": ((0,), (1,)),
-    "alltoall_base_": ((0,), (1,)),
-}
+# Collectives write their first argument, and read that or the second: the dispatcher does not describe it.
+IN_PLACE, BESIDE = ("allreduce_", "broadcast_"), ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
 ACROSS = ("aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_")  # accept tensors of two devices
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # by indices on the CPU, too
 FETCHES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
@@ -133,7 +127,7 @@ class Block:
 
     @property
     def on_gpu(self):
-        return self.device.type == "cuda"
+        return on_cuda(self.device)
 
 
 class Gpu:
@@ -226,19 +220,13 @@ class Gpu:
         """The block of a tensor's storage; a new one is the host's unless `device` says otherwise."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.blocks:
-            on_gpu = device.type == "cuda"
-            stream = self.current_of(device.index) if on_gpu else self.default
-            if on_gpu:
+            stream, before = self.default, ()
+            if on_cuda(device):
                 self.touch(device.index)
-            self.blocks[storage._cdata] = Block(
-                StorageWeakRef(storage),
-                device,
-                pinned,
-                stream,
-                self.freed[stream] if on_gpu else (),
-                storage.data_ptr(),
-                storage.nbytes(),
-            )
+                stream = self.current_of(device.index)
+                before = self.freed[stream]
+            what, where = StorageWeakRef(storage), (storage.data_ptr(), storage.nbytes())
+            self.blocks[storage._cdata] = Block(what, device, pinned, stream, before, *where)
         return self.blocks[storage._cdata]
 
     def on_gpu(self, tensor):
@@ -337,7 +325,7 @@ class Gpu:
     @contextlib.contextmanager
     def asked_for(self, device, pinned):
         """In this context, the thread's next new tensor is on `device`, pinned or not."""
-        if device.type == "cuda" and device.index is None:
+        if on_cuda(device) and device.index is None:
             device = torch.device("cuda", self.device)
         self._pending.setdefault(threading.get_ident(), (device, pinned))  # of nested modes the outermost decides
         try:
@@ -567,10 +555,9 @@ def uses_of(func, args, kwargs, out):
 def collective_of(func, args):
     """(read, written) by a collective, which copies here as if every rank had sent what this one does."""
     name = func._schema.name.split("::")[1]
-    if name not in COLLECTIVES:
+    if name not in IN_PLACE + BESIDE:
         return [], []
-    written, read = ([t for k in places for t in tree_leaves(args[k])] for places in COLLECTIVES[name])
-    (target,), (source,) = written, read
+    (target,), (source,) = tree_leaves(args[0]), tree_leaves(args[name in BESIDE])
     with torch.no_grad():
         if name == "_allgather_base_":
             torch.ops.aten.copy_(target.view(-1, source.numel()), source.view(1, -1).clone())
@@ -578,7 +565,7 @@ def collective_of(func, args):
             torch.ops.aten.copy_(target, source.view(-1, target.numel())[0].clone())
         elif name == "alltoall_base_":
             torch.ops.aten.copy_(target, source)
-    return read, written
+    return [source], [target]
 
 
 def latest(accesses):

@@ -167,16 +167,8 @@ def _collective(name, read):
 
 
 IN_PLACE = ("allreduce", "allreduce_coalesced")
-BESIDE = (
-    "allgather",
-    "_allgather_base",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "alltoall",
-    "alltoall_base",
-    "gather",
-)
-for name in (*IN_PLACE, *BESIDE, "scatter"):
+BESIDE = ("allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base")
+for name in (*IN_PLACE, *BESIDE, "gather", "scatter"):
     setattr(LateGroup, name, _collective(name, read=0 if name in IN_PLACE else 1))
 # torch's new names; older versions call the names above.
 LateGroup.all_gather_single, LateGroup.all_to_all_single = LateGroup._allgather_base, LateGroup.alltoall_base

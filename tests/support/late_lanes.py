@@ -1,6 +1,7 @@
 """Lanes that run late: reading before a wait, or freeing what a collective still reads, changes the final bits."""
 
 import contextlib
+import functools
 import random
 import time
 from unittest import mock
@@ -11,30 +12,19 @@ from common.tiers import bus, memory, swap
 from course.grader.late import LateLane
 
 
-class LateThreads:
+class LateThreads(LateLane):
     """A disk's threads, which start a block only when it is waited for, after all earlier blocks."""
 
     def __init__(self, *_, **__):
-        self.given = []
+        super().__init__()
 
     def submit(self, work, *args):
-        block = LateBlock(self, work, args)
-        self.given.append(block)
+        block = super().submit(functools.partial(work, *args))
+        block.result = block.wait
         return block
 
     def shutdown(self, **_):
         """Nothing runs."""
-
-
-class LateBlock:
-    def __init__(self, threads, work, args):
-        self.threads, self.work, self.args = threads, work, args
-
-    def result(self):
-        given = self.threads.given
-        while any(self is other for other in given):
-            block = given.pop(0)
-            block.work(*block.args)
 
 
 class DrowsyLane(ThreadLane):

@@ -78,37 +78,31 @@ OPTIONS = {
 }
 
 
-# What makes a training not plain, to be crossed: {factor: {level: fields of Option}}.
-FACTORS = {
-    "optimizer": {"AdamW": {"optimizer": "AdamW"}, "SGD": {"optimizer": "SGD with momentum"}},
-    "micro-batches": {
-        "": {},
-        "accumulated": {"micro_batches": 3},
-        "under no_sync": {"micro_batches": 3, "no_sync": True},
-        "two forwards": {"two_forwards": True},
-    },
-    "clipping": {
-        "": {},
-        "clipped": {"engine": {"clip_norm": 0.1}},
-        "clipped by the largest": {"engine": {"clip_norm": 0.01, "norm_type": math.inf}},
-    },
-    "groups": {"": {}, "groups": {"groups": True}},
-    "buckets": {"": {}, "small buckets": {"engine": {"bucket_mb": 1e-6}}},
-    "tokens": {"": {}, "unequal tokens": {"unequal": True}},
-    "checkpoints": {
-        "": {},
-        "checkpoints": {"checkpoints": "non-reentrant"},
-        "reentrant checkpoints": {"checkpoints": "reentrant"},
-    },
-    "evaluation": {"": {}, "evaluated": {"evaluated": True}},
-    "resume": {"": {}, "resumed": {"resumed": True}, "resumed elsewhere": {"elsewhere": True}},
+# What makes a training not plain, to be crossed: {level: fields of Option}. A crossing has one level of each factor.
+LEVELS = {
+    "": {},
+    "AdamW": {"optimizer": "AdamW"},
+    "SGD": {"optimizer": "SGD with momentum"},
+    "accumulated": {"micro_batches": 3},
+    "under no_sync": {"micro_batches": 3, "no_sync": True},
+    "two forwards": {"two_forwards": True},
+    "clipped": {"engine": {"clip_norm": 0.1}},
+    "clipped by the largest": {"engine": {"clip_norm": 0.01, "norm_type": math.inf}},
+    "groups": {"groups": True},
+    "small buckets": {"engine": {"bucket_mb": 1e-6}},
+    "unequal tokens": {"unequal": True},
+    "checkpoints": {"checkpoints": "non-reentrant"},
+    "reentrant checkpoints": {"checkpoints": "reentrant"},
+    "evaluated": {"evaluated": True},
+    "resumed": {"resumed": True},
+    "resumed elsewhere": {"elsewhere": True},
 }
 SINGLE = tuple(OPTIONS)
 
 
 def crossed(levels):
     """Add to OPTIONS the combination of these levels, one per factor; return its name."""
-    fields = [FACTORS[factor][level] for factor, level in zip(FACTORS, levels, strict=True)]
+    fields = [LEVELS[level] for level in levels]
     engine = {name: value for some in fields for name, value in some.get("engine", {}).items()}
     name = ", ".join(filter(None, levels))
     OPTIONS[name] = Option(**{name: value for some in fields for name, value in some.items()} | {"engine": engine})
@@ -171,19 +165,9 @@ CROSSINGS = [Cell(model, precision, size, crossed(levels)) for model, precision,
 QUICK_OPTIONS = {"fused AdamW", "groups and a scheduler", "clipped", "accumulated", "accumulated under no_sync"}
 QUICK_OPTIONS |= {"two forwards, one backward", "activation checkpoints", "reentrant activation checkpoints"}
 QUICK_OPTIONS |= {"evaluated between steps", "resumed from a checkpoint"}
-QUICK_TRAPS = {
-    "tied",
-    "tiny",
-    "buffers",
-    "mixed dtypes",
-    "repeated",
-    "sometimes unused",
-    "routed",
-    "frozen",
-    "of torch",
-}
-QUICK_TRAPS |= {"two forwards, two backwards", "evaluate before backward", "fails in backward", "returning: dict"}
-QUICK_TRAPS |= {"reentrant: around two", "not reentrant: around two"}
+QUICK_TRAPS = {"tied", "tiny", "buffers", "mixed dtypes", "repeated", "sometimes unused", "routed", "frozen"}
+QUICK_TRAPS |= {"of torch", "two forwards, two backwards", "evaluate before backward", "fails in backward"}
+QUICK_TRAPS |= {"returning: dict", "reentrant: around two", "not reentrant: around two"}
 QUICK = {
     cell
     for cell in CELLS
@@ -208,28 +192,25 @@ def baseline_of(cell):
 
 
 class Notes:
-    """What a rank records of a training.
+    """What a rank records of a training: `events`, [(what, a loss, a norm or all weights)].
 
-    Attributes:
-        losses, norms: in order.
-        events: [(what, a loss, a norm or all weights)], if it is traced: the weights before the first step and after
-            every one. To read them may change what an engine does, so that is for finding a fault.
+    Weights are recorded if it is `traced`: those before the first step and after every one. To read them may change
+    what an engine does, so that is for finding a fault.
     """
 
     def __init__(self, traced):
-        self.losses, self.norms, self.events, self.traced = [], [], [], traced
+        self.events, self.traced = [], traced
 
-    def loss(self, what, value):
-        self.losses.append(value)
-        self.events.append((what, value))
-
-    def norm(self, what, value):
-        self.norms.append(value)
+    def number(self, what, value):
         self.events.append((what, value))
 
     def weights(self, what, engine):
         if self.traced:
             self.events.append((what, engine.full_state_dict()))
+
+    def numbers(self, kind):
+        """All "loss" or "norm" numbers, in order."""
+        return [value for what, value in self.events if what.startswith(f"the {kind}")]
 
 
 def trained(worlds, engine, cell, folder=None, traced=False):
@@ -247,6 +228,9 @@ def trained(worlds, engine, cell, folder=None, traced=False):
         return worlds(cell.world_size).run(functools.partial(train, half="second"), engine, cell, between)
 
 
+@or_reason
+@unwritten_memory_is_nan()
+@torch.random.fork_rng()
 def train_cell(world, engine, cell, folder=None, traced=False, half=None):
     """Train a cell, in memory that is NaN until it is written.
 
@@ -261,12 +245,6 @@ def train_cell(world, engine, cell, folder=None, traced=False, half=None):
         also the full state before training, "start", and after it "weights", "frozen" weights and "buffers". A string
         is the reason why the engine does not claim the cell.
     """
-    with unwritten_memory_is_nan(), torch.random.fork_rng():
-        return _train_cell(world, engine, cell, folder, traced, half)
-
-
-@or_reason
-def _train_cell(world, engine, cell, folder, traced, half):
     notes = Notes(traced)
     if cell.model in CASES and cell.option in SINGLE:
         made, start = _train_trap(world, engine, cell, notes)
@@ -275,7 +253,7 @@ def _train_cell(world, engine, cell, folder, traced, half):
     weights = made.full_state_dict()
     parameters = {name: weights[name] for name, _ in made.module.named_parameters()}
     # Without buffers, of which each rank has its own in DDP.
-    result = {"digest": sha256(parameters), "losses": notes.losses, "norms": notes.norms}
+    result = {"digest": sha256(parameters), "losses": notes.numbers("loss"), "norms": notes.numbers("norm")}
     if traced:
         result["events"] = notes.events
     if world.rank == 0:
@@ -345,18 +323,18 @@ def _train_in_steps(world, engine, cell, folder, notes, half):
             made, scheduler = _engine_and_scheduler(world, engine, cell)
             torch.set_rng_state(_go_on(world, made, scheduler, cell, folder))
         loss, result = _step(world, made, cell, step)
-        notes.loss(f"the loss of step {step + 1}", loss)
+        notes.number(f"the loss of step {step + 1}", loss)
         if "clip_norm" in option.engine:
-            notes.norm(f"the norm of step {step + 1}", result.norm)
+            notes.number(f"the norm of step {step + 1}", result.norm)
         notes.weights(f"after step {step + 1}", made)
         if option.groups or option.resumed or option.elsewhere:
             scheduler.step()
         if option.evaluated:
-            notes.loss(f"the loss of an evaluation after step {step + 1}", _evaluate(world, made, cell, step))
+            notes.number(f"the loss of an evaluation after step {step + 1}", _evaluate(world, made, cell, step))
     if half == "first":
         _stop(made, scheduler, folder)
     elif any(True for _ in made.module.buffers()):  # running statistics are read in evaluation only
-        notes.loss("the loss of an evaluation at the end", _evaluate(world, made, cell, cell.steps))
+        notes.number("the loss of an evaluation at the end", _evaluate(world, made, cell, cell.steps))
     return made, start
 
 

@@ -8,31 +8,28 @@ from offload import InfinityEngine, OffloadEngine
 WARM_UP = 1  # updates before the first delayed one
 
 
-def with_options(name, base=OffloadEngine, follows="offload", **chosen):
+def with_options(base=OffloadEngine, stage="offload", **chosen):
     """A subclass of the engine with these options set."""
 
-    def __init__(self, model, optimizer, **options):
-        base.__init__(self, model, optimizer, **chosen, **options)
+    class WithOptions(base):
+        exact, follows = True, stage
 
-    return type(name, (base,), {"__init__": __init__, "exact": True, "follows": follows, "__module__": __name__})
+        def __init__(self, model, optimizer, **options):
+            super().__init__(model, optimizer, **chosen, **options)
 
-
-Third = with_options("Third", ratio=1 / 3)
-Half = with_options("Half", ratio=0.5)
-AllOnDevice = with_options("AllOnDevice", ratio=1.0)
-Delayed = with_options("Delayed", delayed_update=True, warmup_steps=WARM_UP)
-DelayedHalf = with_options("DelayedHalf", delayed_update=True, warmup_steps=WARM_UP, ratio=0.5)
+    return WithOptions
 
 
-def in_tiers(name, tiers):
+def in_tiers(tiers):
     """An engine with its states in these tiers, and sub-groups small enough that tiny models have several."""
-    return with_options(name, InfinityEngine, "offload.nvme", tiers=tiers, sub_group_mb=0.02)
+    return with_options(InfinityEngine, "offload.nvme", tiers=tiers, sub_group_mb=0.02)
 
 
-OnDisk = in_tiers("OnDisk", "nvme")
-OnHost = in_tiers("OnHost", "cpu")
-OnDevice = in_tiers("OnDevice", "device")
-Spread = in_tiers("Spread", {"parameters": "cpu", "gradients": "device", "optimizer": "nvme"})
+Third, Half, AllOnDevice = (with_options(ratio=ratio) for ratio in (1 / 3, 0.5, 1.0))
+Delayed = with_options(delayed_update=True, warmup_steps=WARM_UP)
+DelayedHalf = with_options(delayed_update=True, warmup_steps=WARM_UP, ratio=0.5)
+OnDisk, OnHost, OnDevice = map(in_tiers, ("nvme", "cpu", "device"))
+Spread = in_tiers({"parameters": "cpu", "gradients": "device", "optimizer": "nvme"})
 
 
 class DelayedLoop(AverageAfterBackward):

@@ -7,28 +7,21 @@ from zeropp import Engine
 SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")
 
 
-def switched(name, *on, **others):
+def switched(*on, **others):
     """A subclass with these switches on."""
     chosen = {switch: switch in on for switch in SWITCHES} | others
+    rounds = chosen["quantize_weights"] or chosen["quantize_gradients"]
 
-    def __init__(self, model, optimizer, **options):
-        per_node = 2 if dist.get_world_size() > 2 and dist.get_world_size() % 2 == 0 else 1
-        Engine.__init__(self, model, optimizer, **{"ranks_per_node": per_node, "block": 64, **chosen, **options})
+    class Switched(Engine):
+        exact, quantizes, reduces_at_once = not rounds, rounds, True
 
-    exact = not (chosen["quantize_weights"] or chosen["quantize_gradients"])
-    own = {
-        "__init__": __init__,
-        "exact": exact,
-        "quantizes": not exact,
-        "reduces_at_once": True,
-        "__module__": __name__,
-    }
-    return type(name, (Engine,), own)
+        def __init__(self, model, optimizer, **options):
+            per_node = 2 if dist.get_world_size() > 2 and dist.get_world_size() % 2 == 0 else 1
+            super().__init__(model, optimizer, **{"ranks_per_node": per_node, "block": 64, **chosen, **options})
+
+    return Switched
 
 
-Off = switched("Off")
-Copies = switched("Copies", "hierarchical")
-Weights = switched("Weights", "quantize_weights")
-Gradients = switched("Gradients", "quantize_gradients")
-All = switched("All", *SWITCHES)
-Remembering = switched("Remembering", *SWITCHES, error_feedback=True)
+Off, Copies, Weights = switched(), switched("hierarchical"), switched("quantize_weights")
+Gradients, All = switched("quantize_gradients"), switched(*SWITCHES)
+Remembering = switched(*SWITCHES, error_feedback=True)

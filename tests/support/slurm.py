@@ -101,13 +101,9 @@ class Slurm:
 
     def _start(self, name, node, *command):
         with open(self.folder / f"{name}.log", "a") as log:
-            self.daemons[name] = subprocess.Popen(
-                self._on(node, *command),
-                env=self._environment(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C goes to the tests, which then end it
-            )
+            settings = {"env": self._environment(), "stdout": log, "stderr": subprocess.STDOUT}
+            settings["start_new_session"] = True  # Ctrl-C goes to the tests, which then end it
+            self.daemons[name] = subprocess.Popen(self._on(node, *command), **settings)
 
     def kill_daemon(self, node):
         """Kill a node's slurmd; its job processes survive."""

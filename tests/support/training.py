@@ -145,6 +145,16 @@ def train_step(engine, world, step=0):
     return loss.item()
 
 
+def train_counted(world, engine, model="gpt-tiny", steps=3, **options):
+    """Train; return the engine, and {byte count of the last step: whether it is as predicted}."""
+    made = make_engine(engine, model, **options)
+    for index in range(steps):
+        made.comm.traffic.reset()
+        train_step(made, world, index)
+    measured, predicted = made.accounting.measured(), made.accounting.predicted()
+    return made, {name: measured[name] == count for name, count in predicted.items()}
+
+
 def train(world, engine, model="gpt-tiny", steps=10, **options):
     """Train; return the final weights, the losses, and every count with its prediction."""
     engine = make_engine(engine, model, **options)

@@ -5,10 +5,11 @@ import math
 from itertools import chain
 
 import torch
-from matrix import baseline_of, trained
+from matrix import baseline_of, expected, trained
 from training import same_bits
 
 from common.engine.mixed_precision import DTYPES
+from common.ranks.world import RankFailed
 from interop.diagnose.comparing import EPS, MULTIPLE, UNITS, ratio
 
 ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
@@ -42,6 +43,17 @@ def judge(worlds, cell, ranks, quantizes=False):
         if all(off[what] <= most for what, most in COARSE.items()):
             return "coarse", ", ".join(f"{what} off by {part:.1%}" for what, part in off.items())
     return found, reason
+
+
+def passes(worlds, engine, cell, folder):
+    """Whether an engine passes a cell; None if it does not claim it."""
+    try:
+        ranks = trained(worlds, engine, cell, str(folder))
+    except RankFailed:
+        return False
+    if isinstance(ranks[0], str):
+        return None
+    return judge(worlds, cell, ranks)[0] in expected(engine, cell)
 
 
 def verdict(ranks, expected, rounded_otherwise, precision):
@@ -156,14 +168,8 @@ def _shapes(rank):
 
 def _shapes_differ(ours, expected):
     odd = sorted(name for name in ours.keys() | expected.keys() if ours.get(name) != expected.get(name))
-    name = odd[0]
-    return (
-        f"full_state_dict(): {name} is {_shown(ours.get(name))}, not {_shown(expected.get(name))}, of {len(odd)} such"
-    )
-
-
-def _shown(shape):
-    return "missing" if shape is None else f"of shape {list(shape)}"
+    one, other = (f"of shape {[*side[odd[0]]]}" if odd[0] in side else "missing" for side in (ours, expected))
+    return f"full_state_dict(): {odd[0]} is {one}, not {other}, of {len(odd)} such"
 
 
 def _distance(one, other):

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from baseline import AverageAfterBackward
+from failures_by_cause import traits
 from first_engine import DataParallel, ShardedOptimizer, StepResult
 from matrix import OPTIONS
 from torch.func import functional_call
@@ -22,20 +23,12 @@ from stage2_grad import Engine as ShardedGradients
 # ---- the cells in which a wrong engine differs from a right one -----------------------------------------------------
 
 
-def any_cell(cell):
-    return True
+def with_traits(*wanted):
+    return lambda cell: traits(cell).issuperset(wanted)
 
 
-def several_ranks(cell):
-    return cell.world_size > 1
-
-
-def clips(cell):
-    return "clip_norm" in OPTIONS[cell.option].engine
-
-
-def accumulates(cell):
-    return OPTIONS[cell.option].micro_batches > 1
+any_cell, several_ranks = with_traits(), with_traits("at 2 or more ranks")
+accumulates, clips = with_traits("that accumulate"), with_traits("that clip")
 
 
 def has_groups(cell):
@@ -142,7 +135,7 @@ BUGS = {
     StaleParameters: several_ranks,
     WrongOwner: several_ranks,
     StepsTwice: several_ranks,
-    NoBroadcastOfBuffers: lambda cell: several_ranks(cell) and (cell.model == "resnet-tiny" or "buffers" in cell.model),
+    NoBroadcastOfBuffers: with_traits("at 2 or more ranks", "with buffers"),
     KeepsGradientsOfAFailedBackward: lambda cell: re.search("fails in (backward|recomputation)", cell.model),
     NormAfterClipping: clips,
     UntiedWeights: lambda cell: cell.model in ("gpt-tiny", "moe-tiny", "lora-tiny"),
@@ -311,14 +304,5 @@ class ReusesItsBuffer(Asynchronous):
 
 IN_TIME = (Asynchronous, InPlace)
 EARLY = (NeverWaits, WaitsForTheFirst, WaitsForTheLast, ReusesItsBuffer)
-OTHERS = (
-    TiedGradientDropped,
-    RandomStateOfRank0,
-    OwnOverflowFlag,
-    DrawsInForward,
-    GradientsSurviveALoad,
-    KeepsWholeGradients,
-    DeafToNoSync,
-    FirstValuesNeverSent,
-    UnwrittenPadding,
-)
+OTHERS = (TiedGradientDropped, RandomStateOfRank0, OwnOverflowFlag, DrawsInForward, GradientsSurviveALoad)
+OTHERS += (KeepsWholeGradients, DeafToNoSync, FirstValuesNeverSent, UnwrittenPadding)
