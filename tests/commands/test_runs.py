@@ -1,6 +1,5 @@
 """Runs that survive: stopped, killed or ended, they resume and end with the bits of an undisturbed run."""
 
-import argparse
 import contextlib
 import errno
 import functools
@@ -14,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import result, run, wait_for
+from commands import options_of_training, result, run, wait_for
 from machine import PATIENCE, needs_two_nodes, power_cut
 from places import ROOT
 from training import ENGINES, message_of
@@ -159,16 +158,9 @@ def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, undisturbe
 # ---- in the tests' own ranks ----------------------------------------------------------------------------------------
 
 
-def options_of(*arguments):
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    runs.add_arguments(parser)
-    return parser.parse_args([*TRAINING, *map(str, arguments)])
-
-
 def trained(world, engine, *arguments, **changed):
     """Train a run; return its weights' digest and its losses."""
-    options = options_of(*arguments)
+    options = options_of_training(*TRAINING, *arguments)
     vars(options).update(changed)
     row, _, _ = train.train(world, engine, options)
     return row["param_sha256"], row["losses"]
@@ -330,10 +322,8 @@ def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(world
     folder, node = tmp_path / str(world.rank), socket.gethostname()
     with mock.patch.object(checkpoint, "PATIENCE", 0.0):
         said = refusal(world, "--save", folder)
-    assert said == (
-        f"--save {folder}: rank 1: node '{node}' does not have there what rank 0 has on node "
-        f"'{node}'; give a folder that all nodes share"
-    )
+    why = f"node '{node}' does not have there what rank 0 has on node '{node}'; give a folder that all nodes share"
+    assert said == f"--save {folder}: rank 1: {why}"
 
 
 CALLS = [("pathlib.Path.mkdir", 0), ("common.checkpoint.locks.own", 0), ("os.write", 0), ("tempfile.TemporaryFile", 1)]
@@ -365,16 +355,15 @@ def notes(world, folder):
 
 
 def test_foreign_files_are_never_removed_and_end_no_run(worlds, tmp_path):
-    for number, name in enumerate([".nfs0001", "notes.txt", "folder/within"], start=1):
-        foreign = tmp_path / f"step-{number:08}" / name
-        foreign.parent.mkdir(parents=True)
-        foreign.write_text("not ours")
+    foreign = [tmp_path / "step-00000001/.nfs0001", tmp_path / "step-00000002/notes.txt"]
+    foreign += [tmp_path / "step-00000003/folder/within"]
+    for path in foreign:
+        path.parent.mkdir(parents=True)
+        path.write_text("not ours")
     said, others = worlds(2).run(notes, tmp_path)
     assert others == ""
     for number, name in enumerate([".nfs0001", "notes.txt", "folder"], start=1):
-        line = (
-            f"note: {tmp_path}/step-{number:08} cannot be removed: it holds '{name}', which is no part of a checkpoint"
-        )
-        assert said.count(line) == 1
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} >= {".nfs0001", "notes.txt", "within"}
+        holds = f"it holds '{name}', which is no part of a checkpoint"
+        assert said.count(f"note: {tmp_path}/step-{number:08} cannot be removed: {holds}") == 1
+    assert all(path.exists() for path in foreign)
     assert runs.complete(tmp_path) == [5]

@@ -1,16 +1,15 @@
 """On a cluster: the page's script under a real Slurm, and its manifest against the published schema."""
 
-import argparse
 import functools
 import re
 
 import pytest
-from commands import result, run, wait_for
+from commands import options_of_training, result, run, wait_for
 from places import ROOT
 from safetensors.torch import load_file
 from slurm import Slurm, on_slurm
 
-from common import engines, train
+from common import engines
 from common.checkpoint import runs
 from common.loop import sha256
 from interop.export import export, newest
@@ -173,10 +172,7 @@ def test_the_manifests_training_takes_its_options(manifest):
     (container,) = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     words = container["command"] + container["args"]
     module = words.index("-m")
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    runs.add_arguments(parser)
-    options = parser.parse_args(words[module + 2 :])
+    options = options_of_training(*words[module + 2 :])
     assert words[module + 1] in engines.ENGINES and options.resume and options.save.startswith("/runs/")
 
 

@@ -41,14 +41,6 @@ def test_an_attempt_that_was_never_complete_misleads_nobody(came):
     assert told(met(store, 3), "hello") == ["hello"] * 3
 
 
-def test_a_rank_that_comes_late_is_waited_for():
-    store = dist.HashStore()
-    with ThreadPoolExecutor(1) as thread:
-        late = thread.submit(lambda: (time.sleep(0.3), fresh(store, 1, 2, 20.0))[1])
-        first = fresh(store, 0, 2, 20.0)
-    assert told([first, late.result()], "hello") == ["hello"] * 2
-
-
 def test_a_rank_that_is_restarted_while_others_wait_is_met():
     """Rank 1 comes and dies; its successor comes after ranks 0 and 1 have met, while rank 2 is missing."""
     store = dist.HashStore()

@@ -20,6 +20,7 @@ from places import importing
 
 from common.errors import InputError
 from common.measure import traffic
+from common.outputs import one_line_errors
 from common.ranks import collectives, sockets
 from common.ranks import world as world_module
 from common.ranks.collectives import Collectives
@@ -363,22 +364,22 @@ def test_nothing_is_imported_that_only_linux_has(platform):
 
 # ---- under torchrun -----------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import os, sys
-import test_world
-from common.errors import InputError
-from common.ranks.world import launch
 
-function, *gpus = sys.argv[1:]
-if gpus:
-    test_world.see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
-try:
-    again = [launch(getattr(test_world, function), nproc=99, oversubscribe=not gpus) for _ in range(2)]
-    outcome = f"result: {again[1]}"
-except InputError as error:
-    outcome = f"input error: {error}"
-os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
-"""
+def under_torchrun(*what):
+    """Run a function of this file on two ranks under torchrun."""
+    return torchrun("-m", "test_world", *what)
+
+
+def launched(function, *gpus):
+    """A rank's program: two launches of a function of this file; it sees one GPU, if any are given."""
+    if gpus:
+        see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
+    try:
+        again = [launch(globals()[function], nproc=99, oversubscribe=not gpus) for _ in range(2)]
+        outcome = f"result: {again[1]}"
+    except InputError as error:
+        outcome = f"input error: {error}"
+    os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
 
 
 def see_one_gpu(uuid):
@@ -387,12 +388,6 @@ def see_one_gpu(uuid):
     see_gpus(patch, [uuid])
     on_cpu = torch.device("cpu")
     patch.setattr(world_module, "_init_group", lambda world, *rest: form(World(world.rank, world.size, on_cpu), *rest))
-
-
-def under_torchrun(folder, script, *arguments, **settings):
-    """Run a script on two ranks under torchrun."""
-    (folder / "script.py").write_text(script)
-    return torchrun(folder / "script.py", *arguments, **settings)
 
 
 def leave_one_in_flight(world):
@@ -431,34 +426,29 @@ OUTCOMES = {  # what two ranks run, and the GPU that each sees: what they say
 
 
 @pytest.mark.parametrize("what", OUTCOMES)
-def test_under_torchrun_rank_0_has_the_result_and_bad_input_reaches_every_rank(tmp_path, what):
-    done = under_torchrun(tmp_path, SCRIPT, *what.split())
+def test_under_torchrun_rank_0_has_the_result_and_bad_input_reaches_every_rank(what):
+    done = under_torchrun("launched", *what.split())
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == OUTCOMES[what]
 
 
-SPEAKING = """
-import os, time
-from common.errors import InputError
-from common.outputs import one_line_errors
-
-with one_line_errors():
-    rank, knows = int(os.environ["RANK"]), os.environ["KNOWS"]
-    if knows in (str(rank), "all"):
-        raise InputError("give another")
-    time.sleep(60)
-"""
+def knowing(who):
+    """A rank's program: who knows what is wrong says it, the others wait."""
+    with one_line_errors():
+        if who in (os.environ["RANK"], "all"):
+            raise InputError("give another")
+        time.sleep(60)
 
 
-@pytest.mark.parametrize("knows", ["1", "all"])
-def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path, knows):
-    done = under_torchrun(tmp_path, SPEAKING, KNOWS=knows)
+@pytest.mark.parametrize("who", ["1", "all"])
+def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(who):
+    done = under_torchrun("knowing", who)
     assert done.stderr.count("error: give another\n") == 1
     assert "Traceback" not in done.stderr.partition("error: give another\n")[0]
 
 
-def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path):
-    done = under_torchrun(tmp_path, SCRIPT, "raise_with_one_in_flight")
+def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once():
+    done = under_torchrun("launched", "raise_with_one_in_flight")
     assert done.returncode == 1
     assert "LookupError: the third drawer is empty" in done.stderr
     assert "exitcode  : 1 " in done.stderr  # rank 1's, not a signal
@@ -484,3 +474,7 @@ def test_an_environment_in_which_no_rank_can_start_is_refused_with_the_remedy(mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match=message):
         launch(describe, nproc=1)
+
+
+if __name__ == "__main__":  # under torchrun
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,5 +1,6 @@
 """Commands, as a user types them, and the one-line message with which they refuse bad input."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ import pytest
 from machine import PATIENCE
 from places import ROOT, importing
 
+from common import train
+from common.checkpoint import runs
+
 
 def run(*arguments, cwd=ROOT, **settings):
     """Run `python ...` without the package being installed, and return the finished process."""
@@ -18,6 +22,14 @@ def run(*arguments, cwd=ROOT, **settings):
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
+
+
+def options_of_training(*arguments):
+    """What a training command makes of its arguments."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    runs.add_arguments(parser)
+    return parser.parse_args([*map(str, arguments)])
 
 
 def result(path):
