@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import options_of_training, refused, run
+from commands import options_of_training, output_of, refused, run
 from machine import linux, small_disk
 from places import ROOT
 from training import ALL, STAGES, batch, make_engine
@@ -28,9 +28,8 @@ from lab import compare
 
 def written(path, *arguments):
     """A command's output, and the file that it writes to a path."""
-    done = run("-m", *arguments, "--oversubscribe", "--json", path)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(path.read_text())
+    said = output_of("-m", *arguments, "--oversubscribe", "--json", path)
+    return said, json.loads(path.read_text())
 
 
 def test_training_shows_what_was_measured_and_writes_it(tmp_path):

@@ -61,33 +61,22 @@ def test_a_rank_that_stays_away_is_named_too():
 # ---- ranks that call unequally ------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def evaluate(engine, world, times):
-    for index in range(times):
-        engine(inputs(world, index))
-
-
-@torch.no_grad()
-def generate(engine, world, times):
-    for index in range(times):
-        engine.module(inputs(world, index))
-
-
-UNEQUAL = {  # what two ranks call, and how often each
-    "3 and 2 batches": (evaluate, (3, 2)),
-    "rank 0 alone": (evaluate, (1, 0)),
-    "other lengths": (generate, (2, 4)),
+UNEQUAL = {  # what two ranks call in an evaluation, or as they generate, and how often each
+    "3 and 2 batches": (lambda engine: engine, (3, 2)),
+    "rank 0 alone": (lambda engine: engine, (1, 0)),
+    "other lengths": (lambda engine: engine.module, (2, 4)),
 }
 
 
 def call_unequally(world, name, how, within_gathered):
     """Two steps, unequal calls, two steps; return the weights."""
-    made, (call, times) = small_engine(world, name), UNEQUAL[how]
-    for turn in range(2):
+    made, (called, times) = small_engine(world, name), UNEQUAL[how]
+    for often in (times[world.rank], 1):
         for index in range(2):
             step(made, inputs(world, index))
-        with made.gathered() if within_gathered else contextlib.nullcontext():
-            call(made, world, times[world.rank] if turn == 0 else 1)
+        with torch.no_grad(), made.gathered() if within_gathered else contextlib.nullcontext():
+            for index in range(often):
+                called(made)(inputs(world, index))
     return made.full_state_dict()
 
 

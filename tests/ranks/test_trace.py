@@ -66,11 +66,15 @@ def leave(tracer, ran):
     tracer.leave()
 
 
+DRAWER = "LookupError: the third drawer is empty"
+
+
 def fail(tracer, ran):
     tracer.leave(LookupError("the third\ndrawer is empty"))
 
 
 A, B = (f"all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("ab", 1))
+ENDED = f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}"
 PARTINGS = {
     "another unit of the same size": (
         [calls("a", "b"), calls("a", "c")],
@@ -92,22 +96,10 @@ PARTINGS = {
         [calls("", "b"), calls("", "")],
         f"rank 0 waits in {B}; rank 1 waits in all_gather (forward, #2, 1,024 bytes)",
     ),
-    "one has ended": (
-        [calls("a", "b"), calls("a", then=leave), calls("a", "b")],
-        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}",
-    ),
-    "one has ended, one comes late": (
-        [calls("a", "b"), calls("a", then=leave), calls("a", then=calls("b", first=0.3))],
-        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}",
-    ),
-    "one never came": (
-        [calls("a"), calls(then=leave)],
-        f"rank 0 waits in {A}; rank 1 leaves after its start",
-    ),
-    "one failed": (
-        [calls("a", "b"), calls("a", then=fail), calls("a", "b")],
-        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}: LookupError: the third drawer is empty",
-    ),
+    "one has ended": ([calls("a", "b"), calls("a", then=leave), calls("a", "b")], ENDED),
+    "one comes late": ([calls("a", "b"), calls("a", then=leave), calls("a", then=calls("b", first=0.3))], ENDED),
+    "one never came": ([calls("a"), calls(then=leave)], f"rank 0 waits in {A}; rank 1 leaves after its start"),
+    "one failed": ([calls("a", "b"), calls("a", then=fail), calls("a", "b")], f"{ENDED}: {DRAWER}"),
 }
 
 
@@ -144,11 +136,10 @@ def test_every_rank_prints_its_own_last_five(ranks, capsys):
     printed = capsys.readouterr().err.splitlines()
     ours, theirs = ([line[9:] for line in printed if line.startswith(f"[rank {rank}] ")] for rank in range(2))
     past = [f"  done     all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("uvwxy", 1)]
-    assert ours[0].startswith(
-        "the ranks part: rank 0 waits in all_gather of z (forward, #6, 1,024 bytes); rank 1 leaves"
-    )
-    assert ours[1:] == [*past[1:], "  waiting  all_gather of z (forward, #6, 1,024 bytes)"]
-    assert theirs == ["leaves: LookupError: the third drawer is empty", *past]
+    last = "all_gather of z (forward, #6, 1,024 bytes)"
+    assert ours[0].startswith(f"the ranks part: rank 0 waits in {last}; rank 1 leaves")
+    assert ours[1:] == [*past[1:], f"  waiting  {last}"]
+    assert theirs == [f"leaves: {DRAWER}", *past]
 
 
 def test_ranks_that_all_fail_do_not_wait_for_each_other(ranks, monkeypatch):
@@ -213,31 +204,26 @@ def skip_a_step(world, stage):
     engine.comm.gather_objects("the end")
 
 
-FIRST_OF_A_STEP = {
-    "stage0_ddp": "all_reduce of bucket 0 (backward",
-    "stage1_os": "reduce_scatter of bucket 0 (backward",
-    "stage2_grad": "reduce_scatter of bucket 0 (backward",
-    "stage3_param": "all_gather of the root (forward",
-}
-
-
-def test_a_rank_that_skips_a_step_is_found(part, stage):
-    failure, printed = part(skip_a_step, stage)
-    for text in (failure, *printed):
-        assert f"rank 0 waits in {FIRST_OF_A_STEP[stage]}" in text
-        assert "; rank 1 waits in all_gather of objects (step, #" in text
-
-
-def train_another_engine(world):
-    engines = [make_engine("stage1_os"), make_engine("stage1_os")]
+def train_another_engine(world, stage):
+    engines = [make_engine(stage), make_engine(stage)]
     train_step(engines[world.rank], world)
 
 
-def test_ranks_that_train_different_engines_of_the_same_model_are_found(part):
-    failure, printed = part(train_another_engine)
+WAITING = [  # what two ranks run, where rank 0 waits, and where rank 1 does
+    (skip_a_step, "stage0_ddp", "all_reduce of bucket 0 (backward", "all_gather of objects (step, #"),
+    (skip_a_step, "stage1_os", "reduce_scatter of bucket 0 (backward", "all_gather of objects (step, #"),
+    (skip_a_step, "stage2_grad", "reduce_scatter of bucket 0 (backward", "all_gather of objects (step, #"),
+    (skip_a_step, "stage3_param", "all_gather of the root (forward", "all_gather of objects (step, #"),
+    (train_another_engine, "stage1_os", "reduce_scatter of bucket 0 (b", "reduce_scatter of engine 2's bucket 0 (b"),
+]
+
+
+@pytest.mark.parametrize(("run", "stage", "first", "other"), WAITING)
+def test_a_rank_that_skips_a_step_or_trains_another_engine_is_found(part, run, stage, first, other):
+    failure, printed = part(run, stage)
     for text in (failure, *printed):
-        assert "rank 0 waits in reduce_scatter of bucket 0 (backward" in text
-        assert "; rank 1 waits in reduce_scatter of engine 2's bucket 0 (backward" in text
+        assert f"rank 0 waits in {first}" in text
+        assert f"; rank 1 waits in {other}" in text
 
 
 def test_ranks_that_take_different_units_of_equal_size_do_not_pair_up(part):

@@ -281,8 +281,6 @@ CPUS = "this machine has {}; choose at most {}, or add --oversubscribe to let ra
 @pytest.mark.parametrize(
     ("gpus", "available", "nproc", "message"),
     [
-        (0, 2, 0, "at least one rank is needed"),
-        (0, 2, -1, "at least one rank is needed"),
         (0, 2, 3, CPUS.format("2 CPUs", 2)),
         (0, 1, 2, CPUS.format("1 CPU", 1)),
         (4, 2, 5, CPUS.format("4 GPUs", 4)),
