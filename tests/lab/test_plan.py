@@ -221,7 +221,7 @@ def test_what_is_advised_is_simulated(tmp_path, capsys):
 
 
 ADVICE = {  # a job: what is advised
-    "--params 13e9 --gpu v100-32g --world-size 64 --seq 128": r"stage 3.* take larger micro-batches.* ZeRO\+\+",
+    "--params 13e9 --gpu v100-32g --world-size 64 --seq 128": r"stage 3.* ZeRO\+\+.* take larger micro-batches",
     "--params 7.5e9 --world-size 64 --gpu v100-32g": "stage 2: the lowest that fits into 28.8 GB",
     "--params 1T --world-size 1 --budget 1GB": "Nothing fits into 1 GB",
     "--params 30B --gpu 4090 --world-size 4 --host 64GB --disk 100GB": ".*its GPU's part of the host, 16 GB, is full",
