@@ -1,6 +1,5 @@
 """The commands, as a user types them: what they print and write, and the one-line message for bad input."""
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import refused, run
+from commands import options_of_training, output_of, refused, run
 from machine import linux, small_disk
 from places import ROOT
 from training import ALL, STAGES, batch, make_engine
@@ -29,9 +28,8 @@ from lab import compare
 
 def written(path, *arguments):
     """A command's output, and the file that it writes to a path."""
-    done = run("-m", *arguments, "--oversubscribe", "--json", path)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(path.read_text())
+    said = output_of("-m", *arguments, "--oversubscribe", "--json", path)
+    return said, json.loads(path.read_text())
 
 
 def test_training_shows_what_was_measured_and_writes_it(tmp_path):
@@ -83,9 +81,7 @@ def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, how):
 
 @pytest.mark.ranks(3)
 def test_compare_promises_no_bits_where_nccl_adds_in_an_order_of_its_own(world):
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    options = parser.parse_args(["--model", "gpt-tiny", "--batch", "6", "--steps", "1"])
+    options = options_of_training("--model", "gpt-tiny", "--batch", 6, "--steps", 1)
     with mock.patch.object(compare, "Collectives", lambda **_: SimpleNamespace(ordered=False)):
         outcome = compare.compare(world, ["stage0_ddp", "stage1_os"], options)
     if world.rank:

@@ -55,49 +55,34 @@ def contestant(seconds, losses=(1.0,), **attributes):
     return made
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A small bench, as a user types it: its JSON and its output."""
-    path = tmp_path_factory.mktemp("bench") / "bench.json"
+def test_stages_and_peers_stand_in_one_table_with_times_and_memory_or_the_reason_why_not(tmp_path):
+    """A small bench, as a user types it."""
+    path = tmp_path / "bench.json"
     named = ("--precisions", "fp32,bf16", "--peers", "TorchDDP,ZeroRedundancy,FSDP2,BareLoop")
     done = run("-m", "lab.bench", *SMALL, *named, "--json", path)
     assert done.returncode == 0, done.stderr
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert len(done.stderr.splitlines()) == 1 and "bench.log" in done.stderr
-    return json.loads(path.read_text()), done.stdout
-
-
-def test_stages_and_peers_stand_in_one_table(written):
-    results, printed = written
-    assert {"stage3_param", "fsdp2"} <= set(printed.replace("│", " ").split())
-    timed = {(found["engine"], found["precision"]) for found in results["rows"] if found["median_seconds"]}
-    assert timed >= {
-        (engine, precision) for engine in (*STAGES, "torch_ddp", "fsdp2") for precision in ("fp32", "bf16")
-    }
+    assert {"stage3_param", "fsdp2"} <= set(done.stdout.replace("│", " ").split())
+    results = json.loads(path.read_text())
     assert "torch" in results["hardware"] and results["versions"]["torch"]
 
-
-def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
-    for found in written[0]["rows"]:
+    in_bf16, in_fp32 = ({r["engine"]: r for r in results["rows"] if r["precision"] == p} for p in ("bf16", "fp32"))
+    for by_name in (in_bf16, in_fp32):
+        assert {name for name, found in by_name.items() if found["median_seconds"]} >= {*STAGES, "torch_ddp", "fsdp2"}
+    for found in results["rows"]:
         if found["note"] is None:
             low, high = found["ratio_interval"]
             assert np.shape(found["seconds"]) == (1, 11)
             assert low <= found["ratio_to_torch_ddp"] <= high
             assert found["peak_bytes"] > 0 and found["tokens_per_second"] > 0
-    by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
-    assert set(by_name["stage1_os"]["ratios_to_peers"]) == {"zero_redundancy", "the bound"}
-    assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2", "the bound"}
+    assert set(in_fp32["stage1_os"]["ratios_to_peers"]) == {"zero_redundancy", "the bound"}
+    assert set(in_fp32["stage3_param"]["ratios_to_peers"]) == {"fsdp2", "the bound"}
+    assert "no fp32 master weights" in in_bf16["zero_redundancy"]["note"]
+    assert in_bf16["zero_redundancy"]["median_seconds"] is None
 
-
-def test_a_contestant_left_out_has_a_reason_and_no_number(written):
-    found = {(r["engine"], r["precision"]): r for r in written[0]["rows"]}
-    assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
-    assert found["zero_redundancy", "bf16"]["median_seconds"] is None
-
-
-def test_a_bound_tells_what_the_machine_allows(written):
-    by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
-    alone, bound, ours = (by_name[name] for name in ("bare_loop", "bare_loop and sockets", "stage1_os"))
+    # A bound tells what the machine allows.
+    alone, bound, ours = (in_fp32[name] for name in ("bare_loop", "bare_loop and sockets", "stage1_os"))
     assert alone["sent_bytes"] < ours["sent_bytes"] / 10  # the overhead of a round
     assert ours["sent_bytes"] == pytest.approx(bound["sent_bytes"], rel=0.1)
     assert alone["median_seconds"] < bound["median_seconds"]
@@ -150,16 +135,14 @@ def test_a_bare_loop_is_a_peer_of_every_stage():
     assert row(stage, [stage, loop], contestant([1.0] * 11), CASE)["ratios_to_peers"] == {}  # its ranks diverge
 
 
-def test_the_interval_widens_with_the_noise():
-    noise = np.random.default_rng(0).normal(1, 0.2, 15)
-    ratio, (low, high) = paired_ratio(contestant(noise), contestant([1.0] * 15))
+@pytest.mark.parametrize(
+    ("luck", "noise", "widths"),
+    [([1, 1, 1, 1], 0.001, (0, 0.01)), ([0.9, 0.95, 1.05, 1.1], 0.001, (0.1, 0.2)), ([1, 1, 1, 1], 0.2, (0.1, 0.4))],
+)
+def test_the_interval_widens_with_the_noise_and_holds_what_differs_between_worlds(luck, noise, widths):
+    rounds = np.random.default_rng(0).normal(1, noise, (4, 6))
+    ratio, (low, high) = paired_ratio(contestant(rounds * np.c_[luck]), contestant(np.ones((4, 6))))
     assert low < ratio < high
-
-
-@pytest.mark.parametrize(("luck", "widths"), [([1, 1, 1, 1], (0, 0.01)), ([0.9, 0.95, 1.05, 1.1], (0.1, 0.2))])
-def test_the_interval_holds_what_differs_between_worlds(luck, widths):
-    rounds = np.random.default_rng(0).normal(1, 0.001, (4, 6))
-    _, (low, high) = paired_ratio(contestant(rounds * np.c_[luck]), contestant(np.ones((4, 6))))
     assert widths[0] < high - low <= widths[1]
 
 

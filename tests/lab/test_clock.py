@@ -16,17 +16,8 @@ from lab.simulate.clock import Clock
 from lab.simulate.hardware import PRESETS
 from lab.simulate.world import Setting, simulate, simulated_world
 
-ROUND = replace(  # numbers for mental arithmetic
-    PRESETS["a100-80g"],
-    flops={4: 2e12, 2: 4e12},
-    fraction=0.5,
-    memory=1e12,
-    operation=0.0,
-    inside=1e9,
-    between=2e9,
-    latency=0.0,
-    bus=1e9,
-)
+ROUND = replace(PRESETS["a100-80g"], flops={4: 2e12, 2: 4e12}, fraction=0.5, memory=1e12, operation=0.0)
+ROUND = replace(ROUND, inside=1e9, between=2e9, latency=0.0, bus=1e9)  # numbers for mental arithmetic
 
 
 def timed(work, ranks_per_node=4, backend="nccl"):
@@ -101,10 +92,8 @@ SLOW = replace(PRESETS["h100-80g"], inside=5e8, between=5e8)
 def test_a_slow_link_is_exposed_and_bounds_the_step(name):
     made = {}
     for link, hardware in (("fast", PRESETS["h100-80g"]), ("slow", SLOW)):
-        setting = Setting(
-            find_engine(name), "gpt-micro", 8, precision="bf16", ranks_per_node=4, batch=8, hardware=hardware
-        )
-        row = simulate(setting, train_step)
+        how = {"precision": "bf16", "ranks_per_node": 4, "batch": 8, "hardware": hardware}
+        row = simulate(Setting(find_engine(name), "gpt-micro", 8, **how), train_step)
         made[link] = row["time"]
         assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]  # of one step, though two are run
     assert made["slow"]["step_seconds"] > 2 * made["fast"]["step_seconds"]

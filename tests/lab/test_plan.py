@@ -1,6 +1,7 @@
 """The planner: its formulas match what the engines hold, send and move; its advice, and what it refuses."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -28,21 +29,19 @@ H100, A100, V100 = (preset(name) for name in ("h100-80g", "a100-80g", "v100-32g"
 TINY = ("resnet-tiny", "lora-tiny")  # as many bytes of padding as of parameters on many ranks; the MLP's on any
 
 
-def counted(way, model, job, per_node):
-    kind = "non-reentrant" if job.checkpoints and hasattr(models.build(model), "checkpoint_activations") else None
-    setting = Setting(find_engine(way.engine), model, job.world_size, ranks_per_node=per_node, own=dict(way.own))
-    precision = {2: "bf16", 4: "fp32"}[job.width]
-    how = {
-        "precision": precision,
-        "batch": job.batch,
-        "sequence": job.sequence,
-        "accumulate": job.accumulate,
-        "checkpoint_activations": kind,
-    }
-    return simulate(replace(setting, no_sync=job.accumulate > 1, **how), train_step)
+def planned_and_counted(way, model, job, per_node=8):
+    """A row of the plan, and what the simulated engine counts; the peaks are within a tenth of each other."""
+    blocks = model in models.SIZES and hasattr(models.build(model), "checkpoint_activations")
+    how = {"batch": job.batch, "sequence": job.sequence, "accumulate": job.accumulate, "no_sync": job.accumulate > 1}
+    how |= {"precision": {2: "bf16", 4: "fp32"}[job.width], "ranks_per_node": min(per_node, job.world_size)}
+    how |= {"checkpoint_activations": "non-reentrant" if job.checkpoints and blocks else None, "own": dict(way.own)}
+    counts = simulate(Setting(find_engine(way.engine), model, job.world_size, **how), train_step)
+    row = Rank(shapes.of_model(model), H100, job).row(way)
+    assert row["device"] == pytest.approx(counts["peak_bytes"], rel=0.1), row["moment"]
+    return row, counts
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])  # two micro-batches add up bucket by bucket
 @pytest.mark.parametrize(
     ("way", "per_node"),
     [*((way, 8) for way in (*WAYS, *WITHOUT)), (PLUS, 16)],
@@ -50,27 +49,18 @@ def counted(way, model, job, per_node):
 )
 def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way, per_node, accumulate):
     job = Job(16, per_node=per_node, batch=4, accumulate=accumulate)
-    row = Rank(shapes.of_model("gpt-124m"), H100, job).row(way)
-    counts = counted(way, "gpt-124m", job, per_node)
-    for held, name in (
-        (sum(row["states"].values()), "model_state_bytes"),
-        (row["host"], "host_state_bytes"),
-        (row["disk"], "disk_state_bytes"),
-        (row["sent"], "wire_bytes_per_step"),
-        (row["bus"], "bus_bytes_per_step"),
-        (row["disk_moved"], "disk_bytes_per_step"),
-    ):
-        assert held == pytest.approx(sum(counts.get(name, {}).values()), rel=0.005)
-    assert row["device"] == pytest.approx(counts["peak_bytes"], rel=0.1)
+    row, counts = planned_and_counted(way, "gpt-124m", job, per_node)
+    planned = {"model_state_bytes": sum(row["states"].values()), "wire_bytes_per_step": row["sent"]}
+    planned |= {"host_state_bytes": row["host"], "bus_bytes_per_step": row["bus"]}
+    planned |= {"disk_state_bytes": row["disk"], "disk_bytes_per_step": row["disk_moved"]}
+    assert planned == pytest.approx({name: sum(counts.get(name, {}).values()) for name in planned}, rel=0.005)
 
 
 @pytest.mark.parametrize("sequence", [64, 256])
 @pytest.mark.parametrize("way", WAYS[:5], ids=lambda way: way.title)
 def test_the_embeddings_gradient_is_the_peak_where_samples_are_short(way, sequence):
-    job = Job(16, sequence=sequence)
-    row, counts = Rank(shapes.of_model("gpt-124m"), H100, job).row(way), counted(way, "gpt-124m", job, 8)
+    row, _ = planned_and_counted(way, "gpt-124m", Job(16, sequence=sequence))
     assert row["moment"] == EMBEDDING
-    assert row["device"] == pytest.approx(counts["peak_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -80,25 +70,13 @@ def test_the_embeddings_gradient_is_the_peak_where_samples_are_short(way, sequen
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_peak_is_within_a_tenth_of_the_simulated_one(model, way, width, checkpoints, accumulate):
     job = Job(4 if model in TINY else 16, width=width, batch=2, checkpoints=checkpoints, accumulate=accumulate)
-    row = Rank(shapes.of_model(model), H100, job).row(way)
-    simulated = counted(way, model, job, min(8, job.world_size))["peak_bytes"]
-    assert row["device"] == pytest.approx(simulated, rel=0.1), row["moment"]
-
-
-@pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: way.title)
-def test_two_micro_batches_add_up_in_fp32_bucket_by_bucket(way):
-    job = Job(8, batch=2, accumulate=2)
-    row = Rank(shapes.of_model("gpt-124m"), H100, job).row(way)
-    assert row["device"] == pytest.approx(counted(way, "gpt-124m", job, 8)["peak_bytes"], rel=0.1)
+    planned_and_counted(way, model, job)
 
 
 @pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
 def test_a_model_of_ones_own_is_planned_by_a_run_without_values(way, model):
-    name, job = f"test_simulate:{model}", Job(2, sequence=64, batch=4)
-    setting = Setting(find_engine(way.engine), name, 2, precision="bf16", batch=4, sequence=64, own=dict(way.own))
-    row = Rank(shapes.of_model(name), H100, job).row(way)
-    assert row["device"] == pytest.approx(simulate(setting, train_step)["peak_bytes"], rel=0.1)
+    planned_and_counted(way, f"test_simulate:{model}", Job(2, sequence=64, batch=4))
 
 
 def test_a_model_that_reads_values_is_refused_with_its_line():
@@ -185,11 +163,6 @@ def test_a_landmark_that_is_changed_says_by_what(capsys):
         assert f"a step has 128 of {8 * 2048 * (1 if changed else 2):,} tokens" in said
 
 
-def test_a_full_host_is_named(capsys):
-    plan.main(["--params", "30B", "--gpu", "4090", "--world-size", "4", "--host", "64GB", "--disk", "100GB"])
-    assert "its GPU's part of the host, 16 GB, is full" in " ".join(capsys.readouterr().out.split())
-
-
 def test_attention_is_most_of_a_long_samples_work():
     """Llama 7 B at 128k tokens on an H100: 6 Ψ tokens with checkpoints are 15 s, causal attention 38 s more."""
     rank = Rank(shapes.of_model("llama2-7b"), H100, Job(1, sequence=2**17))
@@ -235,14 +208,6 @@ def test_the_largest_model_is_found_by_running_it(monkeypatch):
     assert 1.2e8 < made["parameters"] < 2.25e8
 
 
-def test_figure_1_of_the_zero_paper(tmp_path, capsys):
-    """GB of model states, for 7.5 B parameters on 64 ranks."""
-    results = results_of(tmp_path, "--params", "7.5e9", "--world-size", "64", "--gpu", "v100-32g")
-    held = [sum(row["states"].values()) / 1e9 for row in results["rows"][:4]]
-    assert [round(gb, 1) for gb in held] == [120.0, 31.4, 16.6, 1.9]
-    assert "stage 2: the lowest that fits into 28.8 GB" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("landmark", plan.LANDMARKS)
 def test_runs_that_papers_tell_of_fit_as_they_ran(tmp_path, landmark):
     results = results_of(tmp_path, "--landmark", landmark)
@@ -250,20 +215,19 @@ def test_runs_that_papers_tell_of_fit_as_they_ran(tmp_path, landmark):
 
 
 def test_what_is_advised_is_simulated(tmp_path, capsys):
-    simulated = results_of(tmp_path, "--params", "1.3B", "--gpu", "v100-32g", "--budget", "8GB", "--simulate")[
-        "simulated"
-    ]
-    assert simulated["engine"] == "stage2_grad"
+    given = ("--params", "1.3B", "--gpu", "v100-32g", "--budget", "8GB", "--simulate")
+    assert results_of(tmp_path, *given)["simulated"]["engine"] == "stage2_grad"
     assert "stage 2, simulated:" in capsys.readouterr().out
 
 
-def test_a_slow_link_asks_for_more_computation(tmp_path):
-    told = results_of(tmp_path, "--params", "13e9", "--gpu", "v100-32g", "--world-size", "64", "--seq", "128")["advice"]
-    assert told.startswith("stage 3")
-    assert "take larger micro-batches" in told
-    assert "ZeRO++" in told
+ADVICE = {  # a job: what is advised
+    "--params 13e9 --gpu v100-32g --world-size 64 --seq 128": r"stage 3.* ZeRO\+\+.* take larger micro-batches",
+    "--params 7.5e9 --world-size 64 --gpu v100-32g": "stage 2: the lowest that fits into 28.8 GB",
+    "--params 1T --world-size 1 --budget 1GB": "Nothing fits into 1 GB",
+    "--params 30B --gpu 4090 --world-size 4 --host 64GB --disk 100GB": ".*its GPU's part of the host, 16 GB, is full",
+}
 
 
-def test_when_nothing_fits_it_says_what_takes_least(tmp_path):
-    told = results_of(tmp_path, "--params", "1T", "--world-size", "1", "--budget", "1GB")["advice"]
-    assert told.startswith("Nothing fits into 1 GB")
+@pytest.mark.parametrize("given", ADVICE)
+def test_advice_names_the_lowest_stage_that_fits_a_slow_link_and_a_full_host(tmp_path, given):
+    assert re.match(ADVICE[given], results_of(tmp_path, *given.split())["advice"])

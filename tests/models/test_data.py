@@ -88,12 +88,6 @@ def test_a_text_of_one_window_is_long_enough_and_a_shorter_one_is_an_input_error
         Batches(TEXT[:15], 16, 1)
 
 
-@pytest.mark.parametrize("global_batch, world_size", [(6, 4), (2, 4), (0, 4)])
-def test_a_global_batch_that_does_not_divide_is_an_input_error(global_batch, world_size):
-    with pytest.raises(InputError, match="choose a positive multiple of 4"):
-        Batches(TEXT, 16, global_batch).of(0, 0, world_size)
-
-
 def test_a_large_text_is_read_in_parts(tmp_path):
     path = tmp_path / "text"
     with open(path, "wb") as file:
@@ -113,8 +107,3 @@ def test_a_large_text_is_read_in_parts(tmp_path):
 def test_a_text_is_told_from_another_by_every_byte():
     assert digest(TEXT) == digest(TEXT.copy())
     assert len({digest(text) for text in (TEXT, TEXT[:-1], TEXT[::-1].copy(), np.append(TEXT, TEXT[:1]))}) == 4
-
-
-def test_a_batch_that_does_not_fit_in_memory_is_refused_before_it_is_drawn():
-    with pytest.raises(InputError, match=r"takes .* GB as tokens on each of 2 ranks, and .*; choose fewer samples"):
-        Batches(TEXT, 16, 2 * 10**12).check(2)

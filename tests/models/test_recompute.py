@@ -9,7 +9,6 @@ from torch import nn
 from training import make_engine, same_bits, train_step
 
 from common import models
-from common.errors import InputError
 from common.measure.memory import Timeline
 from common.models.recompute import KINDS, run_blocks
 
@@ -56,10 +55,3 @@ def test_evaluation_recomputes_nothing_and_warns_of_nothing(kind, recwarn):
     with torch.no_grad():
         assert not model(inputs).requires_grad
     assert not recwarn.list
-
-
-def test_checkpoints_are_refused_for_a_model_without_blocks():
-    with pytest.raises(InputError, match="mlp has no blocks"):
-        models.build("mlp", checkpoint_activations="reentrant")
-    with pytest.raises(InputError, match="known kinds: non-reentrant, reentrant"):
-        models.build("gpt-tiny", checkpoint_activations="sometimes")

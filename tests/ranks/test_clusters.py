@@ -1,22 +1,19 @@
 """On a cluster: the page's script under a real Slurm, and its manifest against the published schema."""
 
-import argparse
-import functools
 import re
 
 import pytest
-from commands import result, run, wait_for
+from commands import TRAINING, options_of_training, result, undisturbed, wait_for
 from places import ROOT
 from safetensors.torch import load_file
 from slurm import Slurm, on_slurm
 
-from common import engines, train
+from common import engines
 from common.checkpoint import runs
 from common.loop import sha256
 from interop.export import export, newest
 
 PAGE = (ROOT / "common/CLUSTERS.md").read_text()
-TRAINING = ("--model", "gpt-tiny", "--batch", 24, "--cosine")
 STEPS, ENDLESS = 60, 100_000
 
 
@@ -51,26 +48,11 @@ def saved(folder):
     return runs.complete(folder / "runs/0")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The result of such a run on as many ranks without Slurm, by its seed: digest of the weights, and losses."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    @functools.cache
-    def ended(seed):
-        options = (*TRAINING, "--steps", STEPS, "--seed", seed, "--json", folder / "run.json")
-        process = run("-m", "stage0_ddp", "--nproc", 4, "--oversubscribe", *options)
-        assert process.returncode == 0, process.stderr
-        return result(folder / "run.json")
-
-    return ended
-
-
 @on_slurm
-def test_the_script_trains_on_two_nodes_to_the_bits_of_a_run_without_slurm(slurm, submit, tmp_path, undisturbed):
+def test_the_script_trains_on_two_nodes_to_the_bits_of_a_run_without_slurm(slurm, submit, tmp_path):
     job = submit()
     wait_for(lambda: slurm.state(job) == "COMPLETED", within=300)
-    assert result(tmp_path / "result.json") == undisturbed(seed=0)
+    assert result(tmp_path / "result.json") == undisturbed(4, STEPS)
 
 
 def goes_on(slurm, job):
@@ -87,7 +69,7 @@ SAVED, LOST = r"stopped after step \d+, as asked", r"RankLost: rank [23] was los
 
 @on_slurm
 @pytest.mark.parametrize(("how", "said"), [("requeued", SAVED), ("a node is lost", LOST)])
-def test_a_job_that_is_interrupted_goes_on_to_the_same_bits(slurm, submit, tmp_path, undisturbed, how, said):
+def test_a_job_that_is_interrupted_goes_on_to_the_same_bits(slurm, submit, tmp_path, how, said):
     job = submit()
     wait_for(lambda: saved(tmp_path), within=120)
     if how == "requeued":
@@ -103,7 +85,7 @@ def test_a_job_that_is_interrupted_goes_on_to_the_same_bits(slurm, submit, tmp_p
     output = (tmp_path / "said").read_text()
     assert re.search(said, output)
     assert "\ngoes on from " in output
-    assert result(tmp_path / "result.json") == undisturbed(seed=0)
+    assert result(tmp_path / "result.json") == undisturbed(4, STEPS)
 
 
 @on_slurm
@@ -133,7 +115,7 @@ def test_before_the_time_limit_a_job_saves(slurm, submit, tmp_path):
 
 
 @on_slurm
-def test_jobs_of_an_array_share_nodes_and_train_a_run_for_each_seed(slurm, submit, tmp_path, undisturbed):
+def test_jobs_of_an_array_share_nodes_and_train_a_run_for_each_seed(slurm, submit, tmp_path):
     array = submit("--array=0-1")
     wait_for(lambda: slurm.state(array) == "RUNNING")  # both of them
     wait_for(lambda: all(runs.complete(tmp_path / f"runs/{seed}") for seed in range(2)), within=240)
@@ -142,7 +124,7 @@ def test_jobs_of_an_array_share_nodes_and_train_a_run_for_each_seed(slurm, submi
     wait_for(lambda: slurm.state(array) == "COMPLETED", within=400)
     for seed in range(2):
         export(newest(tmp_path / f"runs/{seed}"), tmp_path / "model.safetensors")
-        assert sha256(load_file(tmp_path / "model.safetensors")) == undisturbed(seed)[0]
+        assert sha256(load_file(tmp_path / "model.safetensors")) == undisturbed(4, STEPS, seed)[0]
 
 
 # ---- Kubernetes -----------------------------------------------------------------------------------------------------
@@ -154,7 +136,7 @@ def manifest():
     return yaml.safe_load(block("yaml"))
 
 
-def test_the_manifest_is_one_that_the_operator_accepts(manifest):
+def test_the_manifest_is_one_that_the_operator_accepts_and_its_training_takes_its_options(manifest):
     """By the checks of the operator's webhook and the names of the CRD, both as of v1.9."""
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
@@ -167,16 +149,9 @@ def test_the_manifest_is_one_that_the_operator_accepts(manifest):
     assert policy["minReplicas"] == policy["maxReplicas"] == replica["replicas"]
     (container,) = replica["template"]["spec"]["containers"]
     assert container["name"] == "pytorch" and container["image"]
-
-
-def test_the_manifests_training_takes_its_options(manifest):
-    (container,) = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     words = container["command"] + container["args"]
     module = words.index("-m")
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    runs.add_arguments(parser)
-    options = parser.parse_args(words[module + 2 :])
+    options = options_of_training(*words[module + 2 :])
     assert words[module + 1] in engines.ENGINES and options.resume and options.save.startswith("/runs/")
 
 

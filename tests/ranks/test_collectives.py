@@ -13,12 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import SEVEN, make_engine, train_step
+from worlds import open_traced
 
 from common.errors import InputError
-from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane, backend_of
@@ -27,14 +26,21 @@ from lab.simulate.world import simulated_world
 from lab.sockets import bytes_sent_by_own_sockets
 
 SIZES = [1, 2, 3, 4, 8]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHARD = 37  # elements: not a multiple of a vector register
 
 
-def mean_in_rank_order(size, dtype=torch.float32, shard=SHARD):
+def of_rank(rank, size, dtype=torch.float32):
+    """A rank's input: values of several magnitudes, so that the order of additions shows in the bits."""
+    generator = torch.Generator().manual_seed(rank)
+    exponents = torch.randint(-6, 6, (size * SHARD,), generator=generator)
+    return (torch.randn(size * SHARD, generator=generator) * 2.0**exponents).to(dtype)
+
+
+def mean_in_rank_order(size, dtype=torch.float32):
     """The definition: one addition per rank, in rank order, in fp32; divided once, on the device; rounded once."""
-    total = torch.zeros(size * shard)
+    total = torch.zeros(size * SHARD)
     for rank in range(size):
-        total += of_rank(rank, size, dtype, shard).float()
+        total += of_rank(rank, size, dtype).float()
     return (total.to("cuda" if torch.cuda.is_available() else "cpu") / size).cpu().to(dtype)
 
 
@@ -46,7 +52,7 @@ def part(tensor, rank, size):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"SEGMENT": 64, "CHUNK": 3}], ids=["at once", "bit by bit"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.ranks(*SIZES)
 def test_reductions_add_in_rank_order_in_fp32_divide_once_and_round_once(world, dtype, sizes):
     comm, mean = Collectives(deterministic=True), mean_in_rank_order(world.size, dtype).to(world.device)
@@ -89,17 +95,36 @@ def test_gathers_exchanges_and_broadcasts_deliver_every_ranks_values(world):
         heard = own.clone()
         comm.broadcast(heard, source).wait()
         assert torch.equal(heard, everyone[source])
+    objects = [{"rank": other, "text": "x" * 1000 * other, "none": None} for other in range(size)]
+    assert comm.gather_objects(objects[rank]) == objects  # of any size
 
 
-@pytest.mark.ranks(*SIZES)
-def test_gathered_objects_may_differ_in_size(world):
-    everyone = [{"rank": rank, "text": "x" * 1000 * rank, "none": None} for rank in range(world.size)]
-    assert Collectives().gather_objects(everyone[world.rank]) == everyone
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "traced"])
+def three_ranks(request, worlds):
+    """A world of three ranks: where they trace their collectives, each group has a count of its own."""
+    with open_traced(3) if request.param else contextlib.nullcontext(worlds(3)) as world:
+        yield world
+
+
+def in_subgroup(world, members):
+    """Run collectives in a group whose ranks differ from the world's; return None outside of it."""
+    group = dist.new_group(members)
+    if world.rank not in members:
+        return None
+    comm = Collectives(group, deterministic=True)
+    reduced = of_rank(comm.rank, comm.size).to(world.device)
+    comm.all_reduce(reduced).wait()
+    shard = torch.full((2,), float(world.rank), device=world.device)
+    gathered = torch.empty(2 * comm.size, device=world.device)
+    comm.all_gather(shard, gathered).wait()
+    heard = torch.tensor([world.rank], device=world.device)
+    comm.broadcast(heard, source=1).wait()
+    return comm.rank, reduced.cpu(), gathered.tolist(), heard.item(), comm.gather_objects(world.rank)
 
 
 @pytest.mark.parametrize("members", [[1, 2], [0, 2]], ids=str)
-def test_in_a_subgroup_ranks_count_from_its_first_member(worlds, members):
-    results = worlds(3).run(in_subgroup, members)
+def test_in_a_subgroup_ranks_count_from_its_first_member(three_ranks, members):
+    results = three_ranks.run(in_subgroup, members)
     for group_rank, member in enumerate(members):
         rank, reduced, gathered, heard, objects = results[member]
         assert rank == group_rank
@@ -200,8 +225,17 @@ def test_many_in_flight_complete_in_the_order_of_the_calls(world):
     assert links[-1].tolist() == [(rank + 100) % size for rank in range(size)]
 
 
-def test_all_users_of_a_group_share_one_order(worlds):
-    for received in worlds(3).run(two_users_of_a_group):
+def two_users_of_a_group(world):
+    """Two Collectives over one group, called alternately: their messages must not mix."""
+    comms, tensors = [Collectives(), Collectives()], [torch.zeros(world.size, device=world.device) for _ in range(40)]
+    for index, tensor in enumerate(tensors):
+        last = comms[index % 2].all_gather(torch.full((1,), float(index), device=world.device), tensor)
+    last.wait()
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_all_users_of_a_group_share_one_order(three_ranks):
+    for received in three_ranks.run(two_users_of_a_group):
         assert received == [[float(index)] * 3 for index in range(40)]
 
 
@@ -262,16 +296,11 @@ def test_a_handle_holds_its_buffers_while_the_work_runs_and_no_longer():
     assert life() is None
 
 
-@pytest.mark.parametrize(
-    "config, backend",
-    [
-        ("cpu:gloo,cuda:gloo", "gloo"),
-        ("cpu:gloo", "gloo"),
-        ("cuda:nccl", "nccl"),
-        ("cpu:gloo,cuda:nccl", "nccl"),
-        ("cpu:fake,cuda:fake,hpu:fake", "fake"),
-    ],
-)
+BACKENDS = [("cpu:gloo,cuda:gloo", "gloo"), ("cpu:gloo", "gloo"), ("cuda:nccl", "nccl")]
+BACKENDS += [("cpu:gloo,cuda:nccl", "nccl"), ("cpu:fake,cuda:fake,hpu:fake", "fake")]
+
+
+@pytest.mark.parametrize(("config", "backend"), BACKENDS)
 def test_the_backend_of_a_group_is_the_one_for_gpus(monkeypatch, config, backend):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert backend_of(None) == backend
@@ -428,18 +457,6 @@ def test_the_meter_agrees_with_the_kernel(world, megabytes, name):
     dist.barrier()  # a rank that received everything has acknowledged it
     counted = comm.traffic.by_collective().get(name, 0)
     assert bytes_sent_by_own_sockets() - before == pytest.approx(counted, rel=0.01, abs=1000)
-
-
-def test_traffic_is_summed_by_phase_and_by_collective():
-    traffic = Traffic()
-    traffic.record("all_gather", 3)
-    traffic.phase = "step"
-    traffic.record("all_gather", 4)
-    traffic.record("broadcast", 0)
-    assert traffic.by_collective() == {"all_gather": 7}
-    assert traffic.by_phase() == {"setup": 3, "step": 4}
-    traffic.reset()
-    assert traffic.by_phase() == {}
 
 
 # ---- a simulated world runs both paths inline --------------------------------------------------------------------

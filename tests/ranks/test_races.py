@@ -4,7 +4,6 @@ import ast
 import contextlib
 import functools
 import importlib
-import inspect
 import itertools
 
 import pytest
@@ -102,11 +101,9 @@ def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", bes
         if step == 2 and engine.comm.size == 1:  # then one rank's files are all files
             engine.save(checkpoint)
             engine.load(checkpoint)
-    held = engine.accounting.measured().get("host_state_bytes")
-    assert held in (
-        None,
-        engine.accounting.predicted().get("host_state_bytes"),
-    )  # pinned memory is in powers of two
+    books = engine.accounting
+    held, predicted = (counts.get("host_state_bytes") for counts in (books.measured(), books.predicted()))
+    assert held in (None, predicted)  # pinned memory is in powers of two
     engine.full_state_dict()
 
 
@@ -131,31 +128,27 @@ SCENES = {  # what is trained: the engine's name and its options
     "hybrid": ("zeropp.hybrid", {"ranks_per_node": 1}),
     "hybrid, deferred": ("zeropp.hybrid", {"ranks_per_node": 1, "defer_all_reduce": True}),
 }
-WAYS = {
-    "beside": {"beside": True},
-    "beside, bf16": {"beside": True, "precision": "bf16"},
-    "fp32": {},
-    "bf16, clipped": {"precision": "bf16", "clip_norm": 0.1},
-    "fp16": {"precision": "fp16"},
-    "activations on the host": {"host_activations": True},
-    "alone, saved and loaded": {"world_size": 1},
-    "one backward, NCCL's order": {"micro_batches": 1, "deterministic": False},
+WAYS = {  # further options of the engine, and of `train`
+    "beside": ({}, {"beside": True}),
+    "beside, bf16": ({}, {"beside": True, "precision": "bf16"}),
+    "fp32": ({}, {}),
+    "bf16, clipped": ({"clip_norm": 0.1}, {"precision": "bf16"}),
+    "fp16": ({}, {"precision": "fp16"}),
+    "activations on the host": ({}, {"host_activations": True}),
+    "alone, saved and loaded": ({}, {}),
+    "one backward, NCCL's order": ({"deterministic": False}, {"micro_batches": 1}),
 }
 
 
 def races(scene, way, folder):
     """The races in a scene, a sentence for each."""
-    (name, options), options_of_way = SCENES[scene], dict(WAYS[way])
-    size = options_of_way.pop("world_size", 2)
-    training = {
-        key: options_of_way.pop(key) for key in list(options_of_way) if key in inspect.signature(train).parameters
-    }
+    (name, options), (of_engine, training) = SCENES[scene], WAYS[way]
     if "nvme" in str(options.get("tiers")):
         options = {**options, "path": folder}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1 if "alone" in way else 2)
     try:
         with Gpu() as gpu:
-            train(gpu, name, options | options_of_way, folder / "checkpoint", **training)
+            train(gpu, name, options | of_engine, folder / "checkpoint", **training)
         return gpu.races
     finally:
         dist.destroy_process_group()
@@ -210,15 +203,12 @@ def at(node):
 def waits_of(file):
     """Every call in a file that waits, in textual order: (file, line and source; place)."""
     source = (ROOT / file).read_text()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    calls = [
-        node
-        for node in calls
-        if getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS or ast.unparse(node) in OF_EVENTS
-    ]
-    return [
-        (f"{file}:{at(node)[0]} {ast.get_source_segment(source, node)}", at(node)) for node in sorted(calls, key=at)
-    ]
+    calls = sorted((node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)), key=at)
+    return [(f"{file}:{at(node)[0]} {ast.get_source_segment(source, node)}", at(node)) for node in calls if waits(node)]
+
+
+def waits(call):
+    return getattr(call.func, "attr", getattr(call.func, "id", None)) in WAITS or ast.unparse(call) in OF_EVENTS
 
 
 def without(file, place):

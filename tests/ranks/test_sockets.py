@@ -31,41 +31,20 @@ def send_buffer(one):
     return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
-@contextlib.contextmanager
-def opened(here, there):
-    """A connection opened within small_send_buffers(), and the size of the send buffer of one opened outside."""
+def test_little_is_in_flight_in_new_connections_within_this_machine_and_in_no_others():
     with contextlib.ExitStack() as stack:
-        default = send_buffer(stack.enter_context(connection(here, there))[0])
+        before = stack.enter_context(connection("127.0.0.1", "127.0.0.1"))[:2]
+        default = send_buffer(before[0])
         with small_send_buffers():
-            sockets = stack.enter_context(connection(here, there))
-        yield sockets, default
-
-
-def test_little_is_in_flight_on_this_machine():
-    with opened("127.0.0.1", "127.0.0.1") as ((near, far, listener), default):
+            near, far, listener = stack.enter_context(connection("127.0.0.1", "127.0.0.1"))
+            elsewhere, there, _ = stack.enter_context(connection("127.0.0.1", "127.0.0.2"))
+            pair = [stack.enter_context(one) for one in socket.socketpair()]
+            again = stack.enter_context(before[0].dup())  # an old connection under a new descriptor
         assert send_buffer(near) == send_buffer(far) == 2 * SEND_BUFFER != default
-        assert send_buffer(listener) != 2 * SEND_BUFFER
-
-
-def test_connections_to_other_machines_and_other_sockets_stay_as_they_are():
-    with opened("127.0.0.1", "127.0.0.2") as ((near, far, _), default):
-        assert send_buffer(near) == default
-        near.sendall(b"still open")
-        assert far.recv(10) == b"still open"
-    with small_send_buffers():
-        one, other = socket.socketpair()
-    with one, other:
-        assert 2 * SEND_BUFFER not in (send_buffer(one), send_buffer(other))
-
-
-def test_connections_that_were_open_before_stay_as_they_are():
-    """Even under a new descriptor."""
-    with connection("127.0.0.1", "127.0.0.1") as (near, far, _):
-        before = send_buffer(near), send_buffer(far)
-        with small_send_buffers():
-            again = near.dup()
-        with again:
-            assert (send_buffer(near), send_buffer(far)) == before
+        assert send_buffer(elsewhere) == send_buffer(again) == default
+        assert 2 * SEND_BUFFER not in map(send_buffer, (listener, *pair, *before, again, elsewhere, there))
+        elsewhere.sendall(b"still open")
+        assert there.recv(10) == b"still open"
 
 
 def test_looking_at_sockets_leaves_them_blocking_where_a_default_timeout_is_set():

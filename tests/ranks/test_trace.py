@@ -1,6 +1,7 @@
 """ZERO_TRACE=1: ranks that agree are not disturbed; ranks that part say where, and fail."""
 
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,15 +11,15 @@ import ranks_that_part
 import torch
 import torch.distributed as dist
 from commands import torchrun
-from groups import in_subgroup, two_users_of_a_group
 from places import ROOT
 from training import make_engine, same_bits, train, train_step
+from worlds import open_traced
 
 from common.errors import InputError
 from common.ranks import trace
 from common.ranks.collectives import Collectives
 from common.ranks.trace import RanksParted, Tracer
-from common.ranks.world import LocalWorld, RankFailed
+from common.ranks.world import RankFailed, launch
 
 # ---- the agreement, with threads for ranks ------------------------------------------------------------------------
 
@@ -65,11 +66,15 @@ def leave(tracer, ran):
     tracer.leave()
 
 
+DRAWER = "LookupError: the third drawer is empty"
+
+
 def fail(tracer, ran):
     tracer.leave(LookupError("the third\ndrawer is empty"))
 
 
-A, B, C = (f"all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("abc", 1))
+A, B = (f"all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("ab", 1))
+ENDED = f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}"
 PARTINGS = {
     "another unit of the same size": (
         [calls("a", "b"), calls("a", "c")],
@@ -91,22 +96,10 @@ PARTINGS = {
         [calls("", "b"), calls("", "")],
         f"rank 0 waits in {B}; rank 1 waits in all_gather (forward, #2, 1,024 bytes)",
     ),
-    "one has ended": (
-        [calls("a", "b"), calls("a", then=leave), calls("a", "b")],
-        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}",
-    ),
-    "one has ended, one comes late": (
-        [calls("a", "b"), calls("a", then=leave), calls("a", then=calls("b", first=0.3))],
-        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}",
-    ),
-    "one never came": (
-        [calls("a"), calls(then=leave)],
-        f"rank 0 waits in {A}; rank 1 leaves after its start",
-    ),
-    "one failed": (
-        [calls("a", "b"), calls("a", then=fail), calls("a", "b")],
-        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}: LookupError: the third drawer is empty",
-    ),
+    "one has ended": ([calls("a", "b"), calls("a", then=leave), calls("a", "b")], ENDED),
+    "one comes late": ([calls("a", "b"), calls("a", then=leave), calls("a", then=calls("b", first=0.3))], ENDED),
+    "one never came": ([calls("a"), calls(then=leave)], f"rank 0 waits in {A}; rank 1 leaves after its start"),
+    "one failed": ([calls("a", "b"), calls("a", then=fail), calls("a", "b")], f"{ENDED}: {DRAWER}"),
 }
 
 
@@ -141,14 +134,12 @@ def test_a_silent_rank_is_named_after_the_timeout_and_told_when_it_calls(ranks):
 def test_every_rank_prints_its_own_last_five(ranks, capsys):
     ranks.run(calls(*"uvwxyz"), calls(*"uvwxy", then=fail))
     printed = capsys.readouterr().err.splitlines()
-    ours = [line.removeprefix("[rank 0] ") for line in printed if line.startswith("[rank 0]")]
-    theirs = [line.removeprefix("[rank 1] ") for line in printed if line.startswith("[rank 1]")]
+    ours, theirs = ([line[9:] for line in printed if line.startswith(f"[rank {rank}] ")] for rank in range(2))
     past = [f"  done     all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("uvwxy", 1)]
-    assert ours[0].startswith(
-        "the ranks part: rank 0 waits in all_gather of z (forward, #6, 1,024 bytes); rank 1 leaves"
-    )
-    assert ours[1:] == [*past[1:], "  waiting  all_gather of z (forward, #6, 1,024 bytes)"]
-    assert theirs == ["leaves: LookupError: the third drawer is empty", *past]
+    last = "all_gather of z (forward, #6, 1,024 bytes)"
+    assert ours[0].startswith(f"the ranks part: rank 0 waits in {last}; rank 1 leaves")
+    assert ours[1:] == [*past[1:], f"  waiting  {last}"]
+    assert theirs == [f"leaves: {DRAWER}", *past]
 
 
 def test_ranks_that_all_fail_do_not_wait_for_each_other(ranks, monkeypatch):
@@ -168,12 +159,10 @@ def test_a_timeout_that_is_no_time_is_an_input_error(monkeypatch, given):
 # ---- ranks that agree ---------------------------------------------------------------------------------------------
 
 
-def open_traced(size, log=None, **environment):
-    """A new world of traced ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"ZERO_TRACE": "1", **environment}.items():
-            patch.setenv(name, value)
-        return LocalWorld(size, oversubscribe=True, timeout=60, log=log)
+def train_and_count(world, stage):
+    """The results of a training, and the number of collectives checked; None without a tracer."""
+    results, tracer = train(world, stage, steps=3, clip_norm=1e3), Collectives().tracer
+    return results, tracer and tracer.number
 
 
 @pytest.fixture(scope="module")
@@ -182,30 +171,13 @@ def traced():
         yield world
 
 
-def train_and_count(world, stage):
-    """The results of a training, and the number of collectives checked; None without a tracer."""
-    results, tracer = train(world, stage, steps=3, clip_norm=1e3), Collectives().tracer
-    return results, tracer and tracer.number
-
-
 def test_traced_a_training_has_the_same_bits_and_sends_the_same_bytes(worlds, traced, stage):
-    for (plain, unchecked), (checked, count) in zip(
-        worlds(3).run(train_and_count, stage), traced.run(train_and_count, stage), strict=True
-    ):
+    both = [three.run(train_and_count, stage) for three in (worlds(3), traced)]
+    for (plain, unchecked), (checked, count) in zip(*both, strict=True):
         assert unchecked is None
         assert count > 10
         assert same_bits(plain.pop("weights"), checked.pop("weights"))
         assert plain == checked
-
-
-def test_all_users_of_a_group_share_one_count(traced):
-    for received in traced.run(two_users_of_a_group):
-        assert received == [[float(index)] * 3 for index in range(40)]
-
-
-def test_each_group_has_its_own_count(traced):
-    results = traced.run(in_subgroup, [1, 2])
-    assert [result and result[0] for result in results] == [None, 0, 1]
 
 
 # ---- ranks that part ----------------------------------------------------------------------------------------------
@@ -232,31 +204,26 @@ def skip_a_step(world, stage):
     engine.comm.gather_objects("the end")
 
 
-FIRST_OF_A_STEP = {
-    "stage0_ddp": "all_reduce of bucket 0 (backward",
-    "stage1_os": "reduce_scatter of bucket 0 (backward",
-    "stage2_grad": "reduce_scatter of bucket 0 (backward",
-    "stage3_param": "all_gather of the root (forward",
-}
-
-
-def test_a_rank_that_skips_a_step_is_found(part, stage):
-    failure, printed = part(skip_a_step, stage)
-    for text in (failure, *printed):
-        assert f"rank 0 waits in {FIRST_OF_A_STEP[stage]}" in text
-        assert "; rank 1 waits in all_gather of objects (step, #" in text
-
-
-def train_another_engine(world):
-    engines = [make_engine("stage1_os"), make_engine("stage1_os")]
+def train_another_engine(world, stage):
+    engines = [make_engine(stage), make_engine(stage)]
     train_step(engines[world.rank], world)
 
 
-def test_ranks_that_train_different_engines_of_the_same_model_are_found(part):
-    failure, printed = part(train_another_engine)
+WAITING = [  # what two ranks run, where rank 0 waits, and where rank 1 does
+    (skip_a_step, "stage0_ddp", "all_reduce of bucket 0 (backward", "all_gather of objects (step, #"),
+    (skip_a_step, "stage1_os", "reduce_scatter of bucket 0 (backward", "all_gather of objects (step, #"),
+    (skip_a_step, "stage2_grad", "reduce_scatter of bucket 0 (backward", "all_gather of objects (step, #"),
+    (skip_a_step, "stage3_param", "all_gather of the root (forward", "all_gather of objects (step, #"),
+    (train_another_engine, "stage1_os", "reduce_scatter of bucket 0 (b", "reduce_scatter of engine 2's bucket 0 (b"),
+]
+
+
+@pytest.mark.parametrize(("run", "stage", "first", "other"), WAITING)
+def test_a_rank_that_skips_a_step_or_trains_another_engine_is_found(part, run, stage, first, other):
+    failure, printed = part(run, stage)
     for text in (failure, *printed):
-        assert "rank 0 waits in reduce_scatter of bucket 0 (backward" in text
-        assert "; rank 1 waits in reduce_scatter of engine 2's bucket 0 (backward" in text
+        assert f"rank 0 waits in {first}" in text
+        assert f"; rank 1 waits in {other}" in text
 
 
 def test_ranks_that_take_different_units_of_equal_size_do_not_pair_up(part):
@@ -308,43 +275,38 @@ def submit_only(world):
     Collectives().all_gather(shard, torch.empty(world.size, device=world.device), f"unit {world.rank}")
 
 
+def launched():
+    launch(submit_only, nproc=2, oversubscribe=True)
+
+
 def own_program():
     """A training script that knows nothing of this repository's `launch`."""
     dist.init_process_group("gloo")
     raise_on_rank_1(SimpleNamespace(rank=dist.get_rank()))
 
 
-SCRIPT = """
-import sys
-import test_trace
-from common.ranks.world import launch
-
-if sys.argv[1] == "own_program":
-    test_trace.own_program()
-else:
-    launch(test_trace.submit_only, nproc=2, oversubscribe=True)
-"""
-
-
-def under_torchrun(folder, what):
-    """Run two traced ranks under torchrun; return its exit status and stderr."""
-    (folder / "script.py").write_text(SCRIPT)
-    done = torchrun(folder / "script.py", what, ZERO_TRACE="1")
+def under_torchrun(what):
+    """Run a function of this file on two traced ranks under torchrun; return its exit status and stderr."""
+    done = torchrun("-m", "test_trace", what, ZERO_TRACE="1")
     return done.returncode, done.stderr
 
 
-def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_print(tmp_path):
-    status, printed = under_torchrun(tmp_path, "submit_only")
+def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_print():
+    status, printed = under_torchrun("launched")
     assert status == 1
     sentence = "rank 0 waits in all_gather of unit 0 (setup, #1, 8 bytes); rank 1 waits in all_gather of unit 1"
     for rank in range(2):
         assert f"[rank {rank}] the ranks part: {sentence}" in printed
 
 
-def test_under_torchrun_a_users_program_is_told_of_the_rank_that_failed(tmp_path):
-    status, printed = under_torchrun(tmp_path, "own_program")
+def test_under_torchrun_a_users_program_is_told_of_the_rank_that_failed():
+    status, printed = under_torchrun("own_program")
     assert status == 1
     assert "[rank 0] the ranks part: rank 0 waits in all_gather of objects (setup, #3" in printed
     assert "[rank 1] leaves: LookupError: the third drawer is empty" in printed
     assert "Root Cause (first observed failure):\n[0]:" in printed
     assert "rank      : 1 " in printed.partition("Root Cause")[2]
+
+
+if __name__ == "__main__":  # under torchrun
+    globals()[sys.argv[1]]()

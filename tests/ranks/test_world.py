@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import torchrun
+from commands import torchrun, wait_for
 from machine import PATIENCE
 from places import importing
 
 from common.errors import InputError
 from common.measure import traffic
+from common.outputs import one_line_errors
 from common.ranks import collectives, sockets
 from common.ranks import world as world_module
 from common.ranks.collectives import Collectives
@@ -44,12 +45,8 @@ def gone(process):
     return True
 
 
-def all_gone(processes, seconds=PATIENCE):
-    """Wait until all processes have ended."""
-    deadline = time.monotonic() + seconds
-    while not all(gone(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return all(gone(process) for process in processes)
+def wait_for_end(processes):
+    wait_for(lambda: all(map(gone, processes)))
 
 
 def meet(world):
@@ -73,12 +70,7 @@ def test_a_local_world_keeps_its_ranks_between_calls_and_ends_them_with_the_cont
         first = world.run(pid)
         assert world.run(pid) == first
         assert len({os.getpid(), *first}) == 3
-    assert all_gone(first)
-
-
-def test_two_local_worlds_live_side_by_side(worlds):
-    with LocalWorld(2, oversubscribe=True) as other:
-        assert [answer["size"] for answer in (other.run(describe)[0], worlds(3).run(describe)[0])] == [2, 3]
+    wait_for_end(first)
 
 
 def environment(world, *names):
@@ -140,39 +132,31 @@ def raises(error):
     raise error
 
 
-ENDS = {  # of rank 1, in a call
-    "an exception": lambda: raises(LookupError("the third drawer is empty")),
-    "bad input": lambda: raises(InputError("the file is empty; give another")),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SystemExit": lambda: sys.exit("enough"),
-    "never": lambda: time.sleep(600),
+FAILURES = {  # what rank 1 does in a call: what is raised
+    "an exception": (lambda: raises(LookupError("no")), RankFailed, "rank 1 failed:\n\nTraceback"),
+    "bad input": (lambda: raises(InputError("give another")), InputError, "give another"),
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), RankFailed, "rank 1 died with exit code -9"),
+    "SystemExit": (lambda: sys.exit("enough"), RankFailed, "rank 1 failed:\n\nTraceback"),
+    "never ends": (lambda: time.sleep(600), RankFailed, "ranks [0, 1, 2] gave no answer in 0.5 s"),
 }
 
 
 def end_on_rank_1(world, how):
     if world.rank == 1:
-        ENDS[how]()
+        FAILURES[how][0]()
     meet(world)
-
-
-FAILURES = {
-    "an exception": (RankFailed, "rank 1 failed:\n\nTraceback"),
-    "bad input": (InputError, "the file is empty; give another"),
-    "SIGKILL": (RankFailed, "rank 1 died with exit code -9"),
-    "SystemExit": (RankFailed, "rank 1 failed:\n\nTraceback"),
-}
 
 
 @nccl_speaks
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_rank_is_reported_once_and_all_ranks_are_stopped(failure, tmp_path):
-    kind, message = FAILURES[failure]
+    _, kind, message = FAILURES[failure]
     with LocalWorld(3, oversubscribe=True, log=tmp_path / "said") as world:
         processes = world.run(pid)
         with pytest.raises(kind) as caught:
-            world.run(end_on_rank_1, failure)
+            world.run(end_on_rank_1, failure, timeout=0.5 if failure == "never ends" else None)
         assert not world.alive
-        assert all_gone(processes)
+        wait_for_end(processes)
     assert str(caught.value).startswith(message)
     assert (tmp_path / "said").read_text() == ""
 
@@ -195,21 +179,13 @@ def test_what_ranks_print_goes_to_a_log_and_what_they_raise_does_not(tmp_path):
     assert "ValueError" not in log.read_text()
 
 
-def test_a_rank_without_an_answer_is_reported_after_the_timeout():
-    world = LocalWorld(2, oversubscribe=True)
-    processes = world.run(pid)
-    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] gave no answer in 0.5 s"):
-        world.run(end_on_rank_1, "never", timeout=0.5)
-    assert all_gone(processes)
-
-
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="with NCCL a wait returns at once, and its watchdog ends the rank"
 )
 def test_a_collective_without_an_answer_fails_after_the_worlds_timeout():
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed"):
-        launch(end_on_rank_1, "never", nproc=2, oversubscribe=True, timeout=3)
+        launch(end_on_rank_1, "never ends", nproc=2, oversubscribe=True, timeout=3)
     assert time.monotonic() - began < PATIENCE
 
 
@@ -252,7 +228,7 @@ def test_after_ctrl_c_the_ranks_are_stopped_and_say_nothing(tmp_path):
     processes = world.run(pid)
     with pytest.raises(KeyboardInterrupt):
         world.run(interrupt, [*processes, os.getpid()])
-    assert all_gone(processes)
+    wait_for_end(processes)
     assert (tmp_path / "said").read_text() == ""
 
 
@@ -278,7 +254,7 @@ def test_a_parent_killed_takes_its_ranks_with_it_and_leaves_no_file(tmp_path):
     ranks = [int(parent.stdout.readline()) for _ in range(2)]
     while_they_run = files_in(folder)  # what any signal would leave there
     parent.kill()
-    assert all_gone(ranks)
+    wait_for_end(ranks)
     parent.communicate()
     assert while_they_run == files_in(folder) == []
 
@@ -293,7 +269,7 @@ def test_a_world_left_open_ends_quietly_with_its_process():
     parent = start("world = LocalWorld(2, oversubscribe=True); print(*world.run(test_world.pid))")
     output, errors = parent.communicate(timeout=PATIENCE)
     assert (parent.returncode, errors) == (0, "")
-    assert all_gone(map(int, output.split()))
+    wait_for_end(output.split())
 
 
 # ---- how many, and where they listen ------------------------------------------------------------------------------
@@ -305,8 +281,6 @@ CPUS = "this machine has {}; choose at most {}, or add --oversubscribe to let ra
 @pytest.mark.parametrize(
     ("gpus", "available", "nproc", "message"),
     [
-        (0, 2, 0, "at least one rank is needed"),
-        (0, 2, -1, "at least one rank is needed"),
         (0, 2, 3, CPUS.format("2 CPUs", 2)),
         (0, 1, 2, CPUS.format("1 CPU", 1)),
         (4, 2, 5, CPUS.format("4 GPUs", 4)),
@@ -318,12 +292,6 @@ def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeyp
     with pytest.raises(InputError) as caught:
         launch(describe, nproc=nproc)
     assert str(caught.value) == f"--nproc {nproc}: {message}"
-
-
-def test_several_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(InputError, match="srun started 2 tasks, and each would train a model of its own"):
-        launch(describe, nproc=1)
 
 
 @pytest.mark.ranks(8)
@@ -394,22 +362,22 @@ def test_nothing_is_imported_that_only_linux_has(platform):
 
 # ---- under torchrun -----------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import os, sys
-import test_world
-from common.errors import InputError
-from common.ranks.world import launch
 
-function, *gpus = sys.argv[1:]
-if gpus:
-    test_world.see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
-try:
-    again = [launch(getattr(test_world, function), nproc=99, oversubscribe=not gpus) for _ in range(2)]
-    outcome = f"result: {again[1]}"
-except InputError as error:
-    outcome = f"input error: {error}"
-os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
-"""
+def under_torchrun(*what):
+    """Run a function of this file on two ranks under torchrun."""
+    return torchrun("-m", "test_world", *what)
+
+
+def launched(function, *gpus):
+    """A rank's program: two launches of a function of this file; it sees one GPU, if any are given."""
+    if gpus:
+        see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
+    try:
+        again = [launch(globals()[function], nproc=99, oversubscribe=not gpus) for _ in range(2)]
+        outcome = f"result: {again[1]}"
+    except InputError as error:
+        outcome = f"input error: {error}"
+    os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
 
 
 def see_one_gpu(uuid):
@@ -418,12 +386,6 @@ def see_one_gpu(uuid):
     see_gpus(patch, [uuid])
     on_cpu = torch.device("cpu")
     patch.setattr(world_module, "_init_group", lambda world, *rest: form(World(world.rank, world.size, on_cpu), *rest))
-
-
-def under_torchrun(folder, function, *gpus, script=SCRIPT, **settings):
-    """Run a function of this file on two ranks under torchrun, each of which sees one GPU if any are given."""
-    (folder / "script.py").write_text(script)
-    return torchrun(folder / "script.py", function, *gpus, timeout=PATIENCE, **settings)
 
 
 def leave_one_in_flight(world):
@@ -447,78 +409,70 @@ def refuse(world):
     raise InputError(f"rank {world.rank} cannot use this; give another")
 
 
-def test_under_torchrun_launch_joins_and_rank_0_has_the_result(tmp_path):
-    done = under_torchrun(tmp_path, "leave_one_in_flight")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["result: (0, 2)", "result: None"]
-
-
 def describe_gpu(world):
     return str(world.device), Collectives().gather_objects(os.environ.get("NCCL_HOSTID"))
 
 
-def test_under_torchrun_ranks_that_see_one_gpu_each_need_not_share(tmp_path):
-    done = under_torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-2")
+SAME_GPU = "input error: --nproc-per-node: ranks 0 and 1 use the same GPU; start one rank for each GPU, or add "
+SAME_GPU += "--oversubscribe to let ranks share them"
+OUTCOMES = {  # what two ranks run, and the GPU that each sees: what they say
+    "leave_one_in_flight": ["result: (0, 2)", "result: None"],
+    "describe_gpu GPU-1 GPU-2": ["result: ('cuda:0', [None, None])", "result: None"],
+    "describe_gpu GPU-1 GPU-1": [SAME_GPU, SAME_GPU],
+    "refuse": [f"input error: rank {rank} cannot use this; give another" for rank in range(2)],
+}
+
+
+@pytest.mark.parametrize("what", OUTCOMES)
+def test_under_torchrun_rank_0_has_the_result_and_bad_input_reaches_every_rank(what):
+    done = under_torchrun("launched", *what.split())
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["result: ('cuda:0', [None, None])", "result: None"]
+    assert sorted(done.stdout.splitlines()) == OUTCOMES[what]
 
 
-def test_under_torchrun_ranks_that_share_a_gpu_are_refused_with_the_remedy(tmp_path):
-    done = under_torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-1")
-    assert done.returncode == 0, done.stderr
-    why = "ranks 0 and 1 use the same GPU; start one rank for each GPU, or add --oversubscribe to let ranks share them"
-    assert done.stdout.splitlines() == [f"input error: --nproc-per-node: {why}"] * 2
+def knowing(who):
+    """A rank's program: who knows what is wrong says it, the others wait."""
+    with one_line_errors():
+        if who in (os.environ["RANK"], "all"):
+            raise InputError("give another")
+        time.sleep(60)
 
 
-def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
-    done = under_torchrun(tmp_path, "refuse")
-    assert done.returncode == 0, done.stderr
-    expected = [f"input error: rank {rank} cannot use this; give another" for rank in range(2)]
-    assert sorted(done.stdout.splitlines()) == expected
-
-
-SPEAKING = """
-import os, time
-from common.errors import InputError
-from common.outputs import one_line_errors
-
-with one_line_errors():
-    rank, knows = int(os.environ["RANK"]), os.environ["KNOWS"]
-    if knows in (str(rank), "all"):
-        raise InputError("give another")
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("knows", ["1", "all"])
-def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path, knows):
-    done = under_torchrun(tmp_path, "", script=SPEAKING, KNOWS=knows)
+@pytest.mark.parametrize("who", ["1", "all"])
+def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(who):
+    done = under_torchrun("knowing", who)
     assert done.stderr.count("error: give another\n") == 1
     assert "Traceback" not in done.stderr.partition("error: give another\n")[0]
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, name):
-    for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(each, "abc" if each == name else "0")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.raises(InputError, match=f"{name}=abc.*; start it by torchrun"):
-        launch(describe, nproc=1)
-
-
-def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path):
-    done = under_torchrun(tmp_path, "raise_with_one_in_flight")
+def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once():
+    done = under_torchrun("launched", "raise_with_one_in_flight")
     assert done.returncode == 1
     assert "LookupError: the third drawer is empty" in done.stderr
     assert "exitcode  : 1 " in done.stderr  # rank 1's, not a signal
     assert "terminate called" not in done.stderr
 
 
-def test_under_torchrun_the_remedy_names_torchruns_option(monkeypatch):
-    environment = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    for name, value in {**environment, "WORLD_SIZE": "9999", "LOCAL_WORLD_SIZE": "9999"}.items():
-        monkeypatch.setenv(name, value)
+TORCHRUNS = {"TORCHELASTIC_RUN_ID": 1, "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 9999, "LOCAL_WORLD_SIZE": 9999}
+REFUSED = [  # an environment: the message
+    ({"SLURM_STEP_NUM_TASKS": 2}, "srun started 2 tasks, and each would train a model of its own"),
+    (TORCHRUNS, r"^--nproc-per-node 9999: .* or add --oversubscribe"),
+    *(
+        (TORCHRUNS | {name: "abc"}, f"{name}=abc.*; start it by torchrun")
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    ),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), REFUSED)
+def test_an_environment_in_which_no_rank_can_start_is_refused_with_the_remedy(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(InputError, match=r"^--nproc-per-node 9999: .* or add --oversubscribe"):
+    with pytest.raises(InputError, match=message):
         launch(describe, nproc=1)
+
+
+if __name__ == "__main__":  # under torchrun
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,14 +1,23 @@
 """Commands, as a user types them, and the one-line message with which they refuse bad input."""
 
+import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from machine import PATIENCE
 from places import ROOT, importing
+
+from common import train
+from common.checkpoint import runs
+
+TRAINING = ("--model", "gpt-tiny", "--batch", 24, "--cosine")  # of runs that shall end alike
 
 
 def run(*arguments, cwd=ROOT, **settings):
@@ -18,6 +27,34 @@ def run(*arguments, cwd=ROOT, **settings):
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
+
+
+def output_of(*arguments):
+    """What `python ...` says, which must end well."""
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@functools.cache
+def undisturbed(ranks, steps, seed=0):
+    """How stage 0's training ends on one node, without a checkpoint: the `result` of a run.
+
+    (The number of threads per rank affects the bits, too.)
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        how = ("--nproc", ranks, "--steps", steps, "--seed", seed, "--json", path)
+        output_of("-m", "stage0_ddp", *TRAINING, "--oversubscribe", *how)
+        return result(path)
+
+
+def options_of_training(*arguments):
+    """What a training command makes of its arguments."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    runs.add_arguments(parser)
+    return parser.parse_args([*map(str, arguments)])
 
 
 def result(path):

@@ -1,5 +1,8 @@
 """Worlds of ranks, started once per session and shared by all tests."""
 
+import os
+from unittest import mock
+
 import late_group
 import torch
 from _pytest.assertion import install_importhook
@@ -86,6 +89,12 @@ class Worlds:
     def close(self):
         for world in self._worlds.values():
             world.close()
+
+
+def open_traced(size, log=None, **environment):
+    """A new world whose ranks trace their collectives."""
+    with mock.patch.dict(os.environ, ZERO_TRACE="1", **environment):
+        return LocalWorld(size, oversubscribe=True, timeout=60, log=log)
 
 
 class WorldsThatMayHang(Worlds):
