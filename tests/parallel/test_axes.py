@@ -17,6 +17,7 @@ from common.ranks.axes import Axes
 from common.ranks.collectives import Collectives
 from parallel import checkpoint, tensor
 
+pytestmark = pytest.mark.ranks(4)
 CUT = "blocks.0.mlp.up.weight"
 
 # ---- the norm, overflows ---------------------------------------------------------------------------------------
@@ -41,7 +42,6 @@ def test_the_norm_counts_what_is_cut_and_what_is_whole_once(worlds, name, norm_t
 
 
 @pytest.mark.parametrize("poisoned", ((1,), (2, 3)))
-@pytest.mark.ranks(4)
 def test_an_overflow_on_one_rank_of_any_axis_skips_the_step_on_all(world, name, poisoned):
     """The overflow is an inf in the gradient of a cut weight."""
     made, loss_of = split_engine(world, name, precision="fp16", skip_norm=torch.inf)
@@ -62,7 +62,6 @@ def backward(world, made, loss_of):
 
 
 @pytest.mark.parametrize(("weight", "said"), [("ln_f.weight", "the gradient of 'ln_f.weight' differs"), (CUT, None)])
-@pytest.mark.ranks(4)
 def test_a_gradient_of_what_is_whole_must_be_written_alike_on_all_tensor_ranks(world, name, weight, said):
     made, loss_of = split_engine(world, name)
     backward(world, made, loss_of)
@@ -81,7 +80,6 @@ def test_a_gradient_of_what_is_whole_must_be_written_alike_on_all_tensor_ranks(w
 @pytest.mark.parametrize(
     ("writer", "reader"), list(zip(SEVEN, (*SEVEN[2:], *SEVEN[:2]), strict=True)), ids=lambda name: name
 )
-@pytest.mark.ranks(4)
 def test_parts_are_saved_joined_and_cut_again(world, tmp_path, writer, reader):
     """Train on tensor ranks, save, train on; the same parts in another engine, in the whole model, and back."""
     first, loss_of = split_engine(world, writer)
@@ -151,7 +149,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.ranks(4)
 def test_folders_that_do_not_fit_are_refused_on_every_rank(world, tmp_path):
     said = what_is_said_of_folders(world, tmp_path)
     for case, message in REFUSED.items():
@@ -174,6 +171,7 @@ def test_folders_that_do_not_fit_are_refused_on_every_rank(world, tmp_path):
         ("what is whole differs", "parameter 'wpe.weight' differs between rank"),
     ],
 )
+@pytest.mark.ranks(2)
 def test_axes_that_do_not_fit_are_refused_on_every_rank(world, name, case, message):
     grid, module = mesh(world.device.type, 1, 1, 2), models.build("gpt-tiny")
     axes = Axes(tensor=grid["tensor"].get_group())
