@@ -378,7 +378,7 @@ CALLS = {
     "a layer alone": lambda made, loss: evaluates(made._module.blocks[0].mlp.up, WIDTH),
     "a block alone": lambda made, loss: evaluates(made._module.blocks[0], 4, WIDTH),
     "the module itself": lambda made, loss: evaluates(made._module, 4, dtype=torch.long),
-    "backward": lambda made, loss: made.backward(loss),
+    "backward": lambda made, loss: (made.backward(loss), made.step()),
 }
 
 
