@@ -157,7 +157,7 @@ def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine
 
 
 def phases(world, stage, **options):
-    """The bytes that a step sends by phase, one pass over all elements, and over those of units that stay gathered."""
+    """The bytes that a step sends by phase, one pass over all elements, and over those of units that end a forward."""
     engine = make_engine(stage, "gpt-tiny", **options)
     train_step(engine, world)
     engine.comm.traffic.reset()
@@ -174,10 +174,9 @@ def test_each_phase_sends_what_the_paper_says(world):
     for stage in ("stage1_os", "stage2_grad"):
         sent, once, _ = phases(world, stage)
         assert sent == {"backward": once, "step": once}
-    for options in ({}, {"keep_last": False}):
-        sent, once, kept = phases(world, "stage3_param", **options)
-        assert sent == {"forward": once, "backward": 2 * once - kept}
-        assert bool(kept) == (not options)
+    for keep_last in (True, False):
+        sent, once, kept = phases(world, "stage3_param", keep_last=keep_last)
+        assert sent == {"forward": once, "backward": 2 * once - kept * keep_last}
 
 
 @pytest.mark.parametrize("stage", ["stage2_grad", "stage3_param"])
