@@ -1,16 +1,15 @@
 """Measured = predicted: bytes held and sent equal the formula on every rank, and transient bytes are bounded."""
 
+import contextlib
 import functools
 import itertools
-import json
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from held_and_sent import formula_of, holds, sends
 from stage_probes import in_flight
+from traces import allocations
 from training import ALL, batch, claimed, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
@@ -102,17 +101,10 @@ def test_a_unit_that_no_forward_runs_is_predicted_to_be_reduced_and_not_gathered
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in ALL), WAYS[-1]], ids=str)
 def test_what_a_step_sends_is_predicted_after_an_evaluation_or_gathered_too(world, name, options):
     made = small_engine(world, name, **options)
-
-    def evaluate():
-        with torch.no_grad():
-            made(inputs(world, 0))
-
-    def gather():
-        with made.gathered():
-            pass
-
-    for index, before in enumerate((lambda: None, lambda: None, evaluate, gather)):
-        before()
+    for index, context in enumerate((contextlib.nullcontext, contextlib.nullcontext, torch.no_grad, made.gathered)):
+        with context():
+            if context is torch.no_grad:
+                made(inputs(world, 0))
         made.comm.traffic.reset()
         take_a_step(made, inputs(world, 0))
         made.synchronize()
@@ -120,30 +112,25 @@ def test_what_a_step_sends_is_predicted_after_an_evaluation_or_gathered_too(worl
             assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
 
 
-def sent_in_order(world, name, order, options):
-    """Bytes sent and predicted in the second step of forwards, f, backwards of the oldest, b, and of all losses, B."""
+@pytest.mark.parametrize("order", ["ffbb", "ffbfbb", "ffB", "ffBffB"])
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in ALL), ("stage3_param", {"keep_last": False})], ids=str
+)
+def test_what_a_step_sends_is_predicted_when_several_forwards_precede_their_backwards(world, name, options, order):
+    """In the second step of forwards, f, backwards of the oldest loss, b, and of all losses, B."""
     engine = make_engine(name, "gpt-nano", **options)
-    inputs, targets = batch(engine.module, world, global_batch=2 * world.size)
+    samples, targets = batch(engine.module, world, global_batch=2 * world.size)
     for _ in range(2):
         engine.comm.traffic.reset()
         losses = []
         for letter in order:
             if letter == "f":
-                losses.append(models.loss(engine(inputs), targets))
+                losses.append(models.loss(engine(samples), targets))
             else:
                 engine.backward(losses.pop(0) if letter == "b" else sum(losses))
                 losses = [] if letter == "B" else losses
         engine.step()
-    return engine.comm.traffic.by_collective(), engine.predicted_wire_bytes_per_step()
-
-
-@pytest.mark.parametrize("order", ["ffbb", "ffbfbb", "ffB", "ffBffB"])
-@pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in ALL), ("stage3_param", {"keep_last": False})], ids=str
-)
-def test_what_a_step_sends_is_predicted_when_several_forwards_precede_their_backwards(worlds, name, options, order):
-    for sent, predicted in worlds(2).run(sent_in_order, name, order, options):
-        assert sent == predicted
+    assert engine.comm.traffic.by_collective() == engine.predicted_wire_bytes_per_step()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -170,17 +157,14 @@ def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine
 
 
 def phases(world, stage, **options):
+    """The bytes that a step sends by phase, one pass over all elements, and over those of units that end a forward."""
     engine = make_engine(stage, "gpt-tiny", **options)
     train_step(engine, world)
     engine.comm.traffic.reset()
     train_step(engine, world)
-    padded = sum(bucket.padded_numel for bucket in engine.buckets) * 4
-    kept = sum(bucket.padded_numel for bucket in engine.buckets if bucket.unit and bucket.unit in engine.ended) * 4
-    return (
-        engine.comm.traffic.by_phase(),
-        padded * (world.size - 1) // world.size,
-        kept * (world.size - 1) // world.size,
-    )
+    kept = [bucket for bucket in engine.buckets if bucket.unit and bucket.unit in engine.ended]
+    passes = (4 * sum(b.padded_numel for b in some) * (world.size - 1) // world.size for some in (engine.buckets, kept))
+    return engine.comm.traffic.by_phase(), *passes
 
 
 @pytest.mark.ranks(2, 3)
@@ -190,10 +174,9 @@ def test_each_phase_sends_what_the_paper_says(world):
     for stage in ("stage1_os", "stage2_grad"):
         sent, once, _ = phases(world, stage)
         assert sent == {"backward": once, "step": once}
-    sent, once, _ = phases(world, "stage3_param", keep_last=False)
-    assert sent == {"forward": once, "backward": 2 * once}
-    sent, once, kept = phases(world, "stage3_param")
-    assert sent == {"forward": once, "backward": 2 * once - kept}
+    for keep_last in (True, False):
+        sent, once, kept = phases(world, "stage3_param", keep_last=keep_last)
+        assert sent == {"forward": once, "backward": 2 * once - kept * keep_last}
 
 
 @pytest.mark.parametrize("stage", ["stage2_grad", "stage3_param"])
@@ -206,13 +189,7 @@ def test_at_most_two_buckets_are_in_flight_and_one_is_received(world, model, sta
 
 def cpu_peak(run):
     """The peak of the allocation events in torch's profiler."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profile.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    changes = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
-    return max(itertools.accumulate((event["args"]["Bytes"] for event in changes), initial=0))
+    return max(itertools.accumulate(allocations(run)[1], initial=0))
 
 
 def cuda_peak(run):

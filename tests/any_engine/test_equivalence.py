@@ -54,12 +54,7 @@ def test_every_two_levels_meet_in_a_crossing_but_checkpoints_around_what_has_no_
     met = {pair for row in rows for pair in itertools.combinations(row, 2)}
     levels = [set(column) for column in zip(*rows, strict=True)]
     pairs = {pair for one, other in itertools.combinations(levels, 2) for pair in itertools.product(one, other)}
-    without = (
-        "tiny",
-        "one linear",
-        "sometimes unused",
-        "buffers",
-    )  # whose running means would update twice
+    without = ("tiny", "one linear", "sometimes unused", "buffers")  # whose running means would update twice
     assert {(model, how) for (_, model), (_, how) in pairs - met} == {
         (model, f"{kind}checkpoints") for model in without for kind in ("", "reentrant ")
     }

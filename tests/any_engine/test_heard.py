@@ -19,6 +19,7 @@ from common.models import count
 from lab.sockets import bytes_sent_by_own_sockets
 
 GRADIENT = 4 * count(models.build("gpt-nano"))  # bytes, in fp32
+pytestmark = [pytest.mark.seven, pytest.mark.parametrize("size", [2])]
 on_cpus = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="looks at gloo and its sockets"
 )
@@ -43,8 +44,6 @@ def sends_in_backward(world, engine):
 
 
 @on_cpus
-@pytest.mark.seven
-@pytest.mark.parametrize("size", [2])
 def test_under_no_sync_no_gradient_is_sent(worlds, size, engine):
     if reduces_at_once(engine):
         pytest.skip("it says that every backward reduces")
@@ -84,8 +83,6 @@ def begins_with(world, engine):
     return given, weights, made.module.scale.item()
 
 
-@pytest.mark.seven
-@pytest.mark.parametrize("size", [2])
 def test_ranks_with_different_initial_values_start_with_those_of_rank_0_or_are_refused(worlds, size, engine):
     ranks = claimed(worlds(size).run(begins_with, engine))
     refused = [rank[1] is None for rank in ranks]
@@ -126,8 +123,6 @@ def storages():
 
 
 @on_cpus
-@pytest.mark.seven
-@pytest.mark.parametrize("size", [2])
 def test_an_engine_holds_no_more_than_it_reports(worlds, size, engine):
     for held, told in claimed(worlds(size).run(holds_before_a_step, engine)):
         assert held < 1.05 * told + GRADIENT / 4, f"{held} bytes are held, and {told} of them told"
@@ -158,8 +153,6 @@ def engine_with_groups(world, engine, seed):
     return make_engine(engine, module, param_groups=groups)
 
 
-@pytest.mark.seven
-@pytest.mark.parametrize("size", [2])
 def test_two_engines_with_separate_groups_train_as_each_does_alone(worlds, size, engine):
     alone, woven = (claimed(worlds(size).run(beside_each_other, engine, together)) for together in (False, True))
     assert woven == alone

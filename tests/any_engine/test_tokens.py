@@ -55,16 +55,15 @@ def test_ranks_with_unequal_numbers_of_tokens_end_as_one_process_does_over_all_o
     assert relative_difference(weights, right) < 1e-5
 
 
-def agreed(world, numbers):
-    """What ranks with these numbers of tokens agree on; or the error."""
+@pytest.mark.parametrize(("numbers", "tokens", "shares"), [((0, 5, 1), 6, (0.0, 2.5, 0.5)), ((0, 0, 0), 0, ())])
+@pytest.mark.ranks(3)
+def test_a_rank_may_have_no_tokens_if_others_do(world, numbers, tokens, shares):
     number, over = numbers[world.rank], TokenMean()
     targets = torch.full((2, 8), IGNORED, device=world.device)
     targets.view(-1)[:number] = 0
-    return message_of(over.agree, targets) or (over.tokens, over.share(torch.tensor(float(number))).item())
-
-
-def test_a_rank_may_have_no_tokens_if_others_do(worlds):
-    assert worlds(3).run(agreed, [0, 5, 1]) == [(6, 0.0), (6, 2.5), (6, 0.5)]
-    assert (
-        worlds(3).run(agreed, [0, 0, 0]) == ["no rank has a token to train on: all targets of this step are -100"] * 3
-    )
+    said = message_of(over.agree, targets)
+    if tokens:
+        assert over.tokens == tokens
+        assert over.share(torch.tensor(float(number))).item() == shares[world.rank]
+    else:
+        assert said == "no rank has a token to train on: all targets of this step are -100"

@@ -2,15 +2,17 @@
 
 import ctypes
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from matrix import PRECISIONS
 from safetensors.torch import load_file
 from torch import nn
-from training import ENGINES, make_engine, same_bits, train_step
+from training import ENGINES, handed_on, make_engine, same_bits, train_step
 
 from common.loop import sha256
 from common.measure.memory import set_malloc_thresholds
@@ -38,26 +40,26 @@ def whole_state(path):
 
 @pytest.fixture(scope="module")
 def saved(worlds, tmp_path_factory):
-    """`saved(engine, size)` is the folder of a checkpoint, and its weights; each is made once."""
+    """`saved(engine, size, precision)` is the folder of a checkpoint, and its weights; each is made once."""
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
-    def save(engine, size):
-        path = folder / f"{engine}-{size}"
-        return path, worlds(size).run(train_and_save, engine, path)[0]
+    def save(engine, size, precision="fp32"):
+        path = folder / f"{engine}-{size}-{precision}"
+        return path, worlds(size).run(train_and_save, engine, path, precision)[0]
 
     return save
 
 
-def train_and_save(world, name, path):
-    engine = make_engine(name)
+def train_and_save(world, name, path, precision):
+    engine = make_engine(name, precision=precision)
     for step in range(2):
         train_step(engine, world, step)
     engine.save(path)
     return engine.full_state_dict()
 
 
-def load_in_turn(world, jobs):
+def load_in_turn(world, jobs, precision="fp32"):
     """Load into each engine, over other weights, and save again.
 
     Returns:
@@ -65,7 +67,7 @@ def load_in_turn(world, jobs):
     """
     found = []
     for path, name, again in jobs:
-        engine = make_engine(name, seed=99)
+        engine = make_engine(name, seed=99, precision=precision)
         engine.load(path)
         loaded = engine.full_state_dict()
         engine.save(again)
@@ -89,6 +91,41 @@ def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, 
         assert same_bits(tensors, same), target
         assert rest == same_rest, target
         assert stepped == as_in_stage_0 or "zeropp" in (source, target), target
+
+
+DISK, ALL = ["offloaded:OnDisk"], ["quantized:All"]
+HANDED_ON = [("offload", other, "bf16", 2) for other in (*ENGINES, "offloaded:Half")]
+HANDED_ON += itertools.product(DISK, ["stage0_ddp", "offload", "offloaded:Spread", *DISK], ["fp32", "bf16"], [2])
+HANDED_ON += itertools.product(["quantized:Copies"], ["stage0_ddp"], PRECISIONS, [4])
+HANDED_ON += itertools.product(ALL, ALL, PRECISIONS, [4])
+
+
+@pytest.mark.parametrize(("one", "other", "precision", "world"), HANDED_ON, indirect=["world"])
+def test_a_training_goes_on_in_another_engine_and_back_with_the_same_bits(world, tmp_path, one, other, precision):
+    for number, pair in enumerate(dict.fromkeys([(one, other), (other, one)])):
+        assert handed_on(world, *pair, tmp_path / str(number), precision)
+
+
+HYBRID = [
+    ("replicated:Pairs", 4, "stage0_ddp", 3),
+    ("replicated:Threes", 6, "replicated:Pairs", 4),
+    ("offload.nvme", 3, "replicated:Pairs", 4),
+    ("replicated:Pairs", 4, "zeropp", 2),
+]
+
+
+@pytest.mark.parametrize(("source", "before", "target", "after"), HYBRID)
+def test_replicas_hold_each_element_once_and_load_what_others_saved(
+    worlds, saved, tmp_path, source, before, target, after
+):
+    """In bf16. Any engine loads what they saved."""
+    (path, weights), (other, _) = saved(source, before, "bf16"), saved("stage3_param", before, "bf16")
+    size, expected = (sum(file.stat().st_size for file in at.glob("*.safetensors")) for at in (path, other))
+    assert size == pytest.approx(expected, rel=0.05)
+    jobs = [(path, name, tmp_path / name) for name in (target, "stage3_param")]
+    (loaded, stepped), (_, as_in_stage_3) = worlds(after).run(load_in_turn, jobs, "bf16")[0]
+    assert same_bits(loaded, weights)
+    assert stepped == as_in_stage_3 or target == "zeropp"
 
 
 # ---- what a load costs ------------------------------------------------------------------------------------------

@@ -8,22 +8,18 @@ import json
 import os
 import time
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from infinity_probes import counts
 from late_lanes import on_lane
-from machine import linux
 from torch import nn
-from traces import record, rows_of
-from training import batch, handed_on, make_engine, message_of, same_bits, train_step
+from training import batch, make_engine, message_of, same_bits, train_step
 
 from common import models
 from common.engine import mixed_precision
 from common.loop import sha256
-from common.measure.timeline import rows
 from common.models.gpt import GPT, GPTConfig
 from common.tiers import swap
 from common.tiers.disk import OnDisk
@@ -34,6 +30,7 @@ from offload.nvme import STATES, TIERS
 
 TINY = 0.02  # MiB of a sub-group: even tiny models have several
 MB = 10**6
+WIDTH = 16  # of gpt-tiny
 
 
 # ---- exact, and measured = predicted ------------------------------------------------------------------------------
@@ -73,13 +70,6 @@ def test_wherever_states_lie_the_bits_are_stage_3s_and_the_bytes_those_predicted
 ):
     expected = trained(world, None, precision, backwards, clip_norm)
     assert trained(world, placement, precision, backwards, clip_norm) == expected
-
-
-@pytest.mark.parametrize("other", ["stage0_ddp", "offload", "offloaded:Spread", "offloaded:OnDisk"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpoints_go_to_disk_and_come_from_there(world, tmp_path, other, precision):
-    for number, pair in enumerate([("offloaded:OnDisk", other), (other, "offloaded:OnDisk")]):
-        assert handed_on(world, *pair, tmp_path / str(number), precision)
 
 
 OPTIMIZERS = {
@@ -223,13 +213,17 @@ def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(w
 # ---- reading ahead ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1)
-def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
-    """In a step with a recorded order."""
-    made, order = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
+def deep(world):
+    """An engine on disk with a recorded order, and its units by where their parameters lie."""
+    made = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32)))
     for step in range(2):
         train_step(made, world, step)
-    of = {bucket.parameters_at: unit.name for unit in made.units for bucket in unit.buckets}
+    return made, {bucket.parameters_at: unit.name for unit in made.units for bucket in unit.buckets}
+
+
+@pytest.mark.ranks(1)
+def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
+    (made, of), order = deep(world), []
     read, use = OnDisk._read, type(made).unshard
 
     def noted_read(place, part, buffer):
@@ -259,10 +253,7 @@ def waited_for(world, disk, computation):
 
     Reading a unit takes `disk` seconds longer than usual, and computing with it `computation` seconds.
     """
-    made, waited = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
-    for step in range(2):
-        train_step(made, world, step)
-    of = {bucket.parameters_at: unit for unit in made.units for bucket in unit.buckets}
+    (made, of), waited = deep(world), []
     read, use, move, reads = OnDisk._read, type(made).unshard, os.preadv, {}
 
     def slow_read(*arguments):
@@ -277,8 +268,8 @@ def waited_for(world, disk, computation):
 
     def timed_use(engine, unit, known):
         begin = time.monotonic()
-        if unit in reads:
-            reads.pop(unit).wait_on_host()
+        if unit.name in reads:
+            reads.pop(unit.name).wait_on_host()
             waited.append(time.monotonic() - begin)
         use(engine, unit, known)
         time.sleep(computation)
@@ -308,43 +299,11 @@ def test_late_disks_and_lanes_change_no_bit(world, lane):
     assert ended == stepped_by(world, "stage3_param", "momentum")
 
 
-def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_path):
-    trace = worlds(2).run(record, "offload.nvme", "gpt-nano", tmp_path / "trace.json")[0]
-    named = {(2 * rank, row) for rank in (0, 1) for row in ("disk", "bus", "collectives", "compute")}
-    assert named <= rows(trace).keys()
-    for what, row in {"read of": "disk", "write of": "disk", "to_device of": "bus", "to_host of": "bus"}.items():
-        assert rows_of(trace, what) == {row}
-
-
 # ---- disks that fail ----------------------------------------------------------------------------------------------
 
 
 def refusal(**options):
     return message_of(make_engine, "offload.nvme", **options)
-
-
-REFUSED = {
-    "there is no such folder": {"path": "/nowhere"},
-    "no file can be made there": {"path": "/proc"},
-    "give one of device, cpu, nvme": {"tiers": "tape"},
-    "one for each of parameters, gradients, optimizer": {"tiers": {"parameters": "cpu"}},
-    "sub_group_mb=0": {"sub_group_mb": 0},
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_bad_options_are_refused_on_every_rank_in_one_line(world, said):
-    found = refusal(**REFUSED[said])
-    assert said in found
-    assert "\n" not in found
-
-
-def no_space(made):
-    return mock.patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-
-def no_read(made):
-    return mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
 
 
 def test_a_full_disk_is_refused_before_training(world, tmp_path):
@@ -354,11 +313,14 @@ def test_a_full_disk_is_refused_before_training(world, tmp_path):
     assert "are needed for this rank" in said
 
 
-@contextlib.contextmanager
-def on_rank_1(world, fault, made):
+FAULTS = {"No space left": ("pwritev", errno.ENOSPC), "Input/output error": ("preadv", errno.EIO)}
+
+
+def on_rank_1(world, fault):
     """On rank 1, a disk that fails from now on."""
-    with FAULTS[fault](made) if world.rank == 1 else contextlib.nullcontext():
-        yield
+    call, number = FAULTS[fault]
+    fails = mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number)))
+    return fails if world.rank == 1 else contextlib.nullcontext()
 
 
 def begin(world, folder):
@@ -376,9 +338,6 @@ def loads(folder, before):
     return again
 
 
-FAULTS = {"No space left": no_space, "Input/output error": no_read}
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "disk").mkdir()
@@ -388,7 +347,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(world, folder, fault):
     made, before = begin(world, folder)
-    with on_rank_1(world, fault, made):
+    with on_rank_1(world, fault):
         for step in (1, 2):  # the second step is refused at once
             said = message_of(train_step, made, world, step)
             assert fault in said and "rank 1 cannot" in said and "checkpoint" in said
@@ -401,7 +360,7 @@ def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_st
 def test_a_state_that_the_disk_cannot_read_is_not_saved(world, folder):
     made, before = begin(world, folder)
     train_step(made, world, 1)
-    with on_rank_1(world, "Input/output error", made):
+    with on_rank_1(world, "Input/output error"):
         for call in (functools.partial(made.save, folder / "saved"), made.full_state_dict):
             said = message_of(call)
             assert "rank 1" in said and "Input/output error" in said
@@ -409,34 +368,18 @@ def test_a_state_that_the_disk_cannot_read_is_not_saved(world, folder):
     loads(folder, before)
 
 
-def reads_all(made, losses):
-    with made.gathered():
-        pass
-
-
-def runs_a_layer(made, losses):
-    layer = made._module.blocks[0].mlp.up
+def evaluates(part, *shape, dtype=torch.float32):
     with torch.no_grad():
-        layer(torch.zeros(1, layer.in_features))
+        part(torch.zeros(1, *shape, dtype=dtype))
 
 
-def runs_a_block(made, losses):
-    with torch.no_grad():
-        made._module.blocks[0](torch.zeros(1, 4, made._module.blocks[0].mlp.up.in_features))
-
-
-def runs_the_module(made, losses):
-    with torch.no_grad():
-        made._module(torch.zeros(1, 4, dtype=torch.long))
-
-
-def runs_backward(made, losses):
-    made.backward(losses.pop())
-    made.step()
-
-
-CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "a block alone": runs_a_block}
-CALLS |= {"the module itself": runs_the_module, "backward": runs_backward}
+CALLS = {
+    "gathered": lambda made, loss: made.gathered().__enter__(),
+    "a layer alone": lambda made, loss: evaluates(made._module.blocks[0].mlp.up, WIDTH),
+    "a block alone": lambda made, loss: evaluates(made._module.blocks[0], 4, WIDTH),
+    "the module itself": lambda made, loss: evaluates(made._module, 4, dtype=torch.long),
+    "backward": lambda made, loss: (made.backward(loss), made.step()),
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -444,53 +387,30 @@ def test_a_disk_that_fails_when_weights_are_read_or_in_backward_is_told_on_every
     made, _ = begin(world, folder)
     inputs, targets = batch(made.module, world)
     losses = [models.loss(made(inputs), targets) for _ in range(2)]
-    with on_rank_1(world, "Input/output error", made):
-        for _ in range(2):
-            said = message_of(CALLS[call], made, losses)
+    with on_rank_1(world, "Input/output error"):
+        for loss in losses:
+            said = message_of(CALLS[call], made, loss)
             assert "rank 1 cannot read" in said and "load the last checkpoint" in said
     assert not any(unit.pins for unit in made.units)
 
 
-@functools.cache
-def alone(world):
-    """A digest of the weights after two steps of stage 3."""
-    made = make_engine("stage3_param")
+def stepped(world, *engines):
+    """Digests of the weights of engines after two steps in turn."""
     for step in range(2):
-        train_step(made, world, step)
-    return sha256(made.full_state_dict())
+        for made in engines:
+            train_step(made, world, step)
+    return {sha256(made.full_state_dict()) for made in engines}
 
 
 def test_engines_share_a_folder(world, tmp_path):
     engines = [make_engine("offload.nvme", path=tmp_path) for _ in range(2)]
-    for step in range(2):
-        for made in engines:
-            train_step(made, world, step)
-    for made in engines:
-        assert sha256(made.full_state_dict()) == alone(world)
-
-
-def open_in(folder):
-    """How many files in a folder, named or unlinked, this process has open."""
-    return sum(os.path.realpath(file).startswith(str(folder)) for file in Path("/proc/self/fd").iterdir())
-
-
-@linux
-@pytest.mark.ranks(1)
-def test_swap_files_go_with_their_engine(world, tmp_path):
-    made = make_engine("offload.nvme", path=tmp_path)
-    train_step(made, world)
-    assert open_in(tmp_path) == 1
-    del made
-    assert open_in(tmp_path) == 0
-    assert os.listdir(tmp_path) == []
+    assert stepped(world, *engines) == stepped(world, make_engine("stage3_param"))
 
 
 def test_without_o_direct_it_works(world, tmp_path):
     with mock.patch.object(swap, "set_direct", lambda fd: False):
         made = make_engine("offload.nvme", path=tmp_path)
-    for step in range(2):
-        train_step(made, world, step)
-    assert sha256(made.full_state_dict()) == alone(world)
+    assert stepped(world, made) == stepped(world, make_engine("stage3_param"))
 
 
 # ---- under the wall -----------------------------------------------------------------------------------------------

@@ -249,11 +249,13 @@ TABLE_1 = (  # size, billions; GB in stages 1, 2 and 3 on 1 to 1024 ranks
     ("128 B", 128, "2048 896 608 536 518 513", "2048 704 368 284 263 257", "2048 512 128 32 8 2"),
     ("1 T", 1000, "16000 7000 4750 4187 4046 4011", "16000 5500 2875 2218 2054 2013", "16000 4000 1000 250 62.5 15.6"),
 )
-TABLE_2 = (
-    "2 4 8 16 32",
-    "7.6 15.2 30.4 60.8 121.6",
-    "14.4 28.8 57.6 115.2 230.4",
-    "128 256 0.5T 1T 2T",
+TABLE_2 = ("2 4 8 16 32", "7.6 15.2 30.4 60.8 121.6", "14.4 28.8 57.6 115.2 230.4", "128 256 0.5T 1T 2T")
+FIG_2A = (  # layers; width, thousands; parameters, T; TiB of model states, and of activation checkpoints
+    (80, 10, "0.10", "1.83", "0.05"),
+    (100, 20, "0.50", "9.16", "0.12"),
+    (128, 25, "1.01", "18.31", "0.20"),
+    (195, 64, "10.05", "182.81", "0.76"),
+    (315, 160, "101.47", "1845.70", "3.08"),
 )
 MEASURED = {"stage0_ddp": "1.3 2.5 5 10 20", "stage1_os": "6.2 12.5 25 50 100"}  # its other half
 
@@ -267,9 +269,8 @@ def zero():
     for size, billions, *rows in TABLE_1:
         for stage, printed in zip(STAGES[1:], rows, strict=True):
             for ranks, gb in zip((1, 4, 16, 64, 256, 1024), printed.split(), strict=True):
-                yield claim(
-                    "table 1", f"GB of {size} on {ranks} ranks, {stage}", gb, partial(held, stage, ranks, billions)
-                )
+                says = f"GB of {size} on {ranks} ranks, {stage}"
+                yield claim("table 1", says, gb, partial(held, stage, ranks, billions))
     for stage, printed in zip(STAGES, TABLE_2, strict=True):
         for degree, most in zip((1, 2, 4, 8, 16), printed.split(), strict=True):
             unit, units = ("T", 1000) if most.endswith("T") else ("B", 1)
@@ -303,9 +304,8 @@ def offload():
         ("the update on the CPU", "4", {"optimizer": "cpu"}),
         ("both", "2", both),
     ):
-        yield claim(
-            "table 1", f"bytes per parameter on the GPU, {where}", printed, partial(on_device, **tiers), law=TIERS
-        )
+        says = f"bytes per parameter on the GPU, {where}"
+        yield claim("table 1", says, printed, partial(on_device, **tiers), law=TIERS)
     on_host = lambda: sum(ran("offload", 1)["host_state_bytes"].values()) / PSI  # noqa: E731
     note = "the table prints the GPU's part alone"
     yield claim("table 1", "bytes per parameter on the host, both", "2 of 16", on_host, note, TIERS, formula="14")
@@ -316,20 +316,16 @@ def offload():
 
 def infinity():
     claim = partial(Claim, INFINITY)
-    shapes = (80, 10), (100, 20), (128, 25), (195, 64), (315, 160)
-    for (layers, width), trillions in zip(shapes, ("0.10", "0.50", "1.01", "10.05", "101.47"), strict=True):
-        says = f"T parameters of {layers} layers, {width}K wide"
-        yield claim("fig. 2a", says, trillions, partial(gpt, layers, width * K), law=SHAPES)
+    yield claim("3", "bytes of activation checkpoints for each b s hd nl", "2", checkpoint_bytes, law=KEPT)
     note = "16 are kept; 4 more are the fp32 gradient, of which ours has one sub-group at a time"
     yield claim("3", "bytes of model states per parameter", "20", kept_and_stepped, note, ALL_STATES)
-    for (layers, width), tib in zip(shapes, ("1.83", "9.16", "18.31", "182.81", "1845.70"), strict=True):
-        says = f"TiB of model states, {layers} layers, {width}K wide"
-        ours = partial(kept_and_stepped, 12 * layers * (width * K) ** 2 / 2**40)
-        yield claim("fig. 2a", says, tib, ours, note, ALL_STATES)
-    yield claim("3", "bytes of activation checkpoints for each b s hd nl", "2", checkpoint_bytes, law=KEPT)
-    for (layers, width), tib in zip(shapes, ("0.05", "0.12", "0.20", "0.76", "3.08"), strict=True):
-        says = f"TiB of activation checkpoints, b 32, s 1024, {layers} layers, {width}K wide"
-        yield claim("fig. 2a", says, tib, partial(checkpoint_tib, layers, width * K), law=KEPT)
+    for layers, thousands, trillions, states, kept in FIG_2A:
+        of, width, claimed = f"{layers} layers, {thousands}K wide", thousands * K, partial(claim, "fig. 2a")
+        yield claimed(f"T parameters of {of}", trillions, partial(gpt, layers, width), law=SHAPES)
+        ours = partial(kept_and_stepped, 12 * layers * width**2 / 2**40)
+        yield claimed(f"TiB of model states, {of}", states, ours, note, ALL_STATES)
+        says = f"TiB of activation checkpoints, b 32, s 1024, {of}"
+        yield claimed(says, kept, partial(checkpoint_tib, layers, width), law=KEPT)
     says = "bytes that an operator of hd x 4hd needs on the device, for each of its elements"
     yield claim("3", says, "4", operator_bytes)
     says = "bytes of activations between two checkpoints, for each b s hd, as 16 hd + 2 heads s has them"

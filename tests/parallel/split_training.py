@@ -1,9 +1,6 @@
 """What ranks run on several axes: an engine around a model that is split."""
 
 import functools
-import json
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +8,7 @@ from pieces import in_pieces
 from pieces import loss as loss_in_pieces
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from traces import allocations
 from training import ADAMW, BUCKET_MB, text
 
 from common import models
@@ -46,13 +44,9 @@ def on_one_thread(function):
 
 
 def allocated(run):
-    """Bytes of CPU memory that a call leaves allocated, by the events in torch's profiler, and what it returns."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        result = run()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profile.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]"), result
+    """Bytes of CPU memory that a call leaves allocated."""
+    result, changes = allocations(run)
+    return sum(changes), result
 
 
 class Drops(FeedForward):

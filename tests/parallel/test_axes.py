@@ -14,8 +14,10 @@ from training import ADAMW, ALL, SEVEN, make_engine, message_of, same_bits
 from common import models
 from common.engines import find_engine
 from common.ranks.axes import Axes
+from common.ranks.collectives import Collectives
 from parallel import checkpoint, tensor
 
+pytestmark = pytest.mark.ranks(4)
 CUT = "blocks.0.mlp.up.weight"
 
 # ---- the norm, overflows ---------------------------------------------------------------------------------------
@@ -39,78 +41,68 @@ def test_the_norm_counts_what_is_cut_and_what_is_whole_once(worlds, name, norm_t
         assert measured["wire_bytes_per_step"] == predicted["wire_bytes_per_step"]
 
 
-def overflow(world, name, poisoned):
-    """Step with an inf in the gradient of a cut weight on some ranks; return what the ranks did."""
+@pytest.mark.parametrize("poisoned", ((1,), (2, 3)))
+def test_an_overflow_on_one_rank_of_any_axis_skips_the_step_on_all(world, name, poisoned):
+    """The overflow is an inf in the gradient of a cut weight."""
     made, loss_of = split_engine(world, name, precision="fp16", skip_norm=torch.inf)
     before = whole(made)
     weight = made.module.blocks[0].mlp.up.weight
     hook = weight.register_hook(lambda gradient: gradient * torch.inf) if world.rank in poisoned else None
-    inputs, targets = made.module.inputs_and_targets(torch.zeros(2, made.module.window, dtype=torch.uint8))
-    made.backward(loss_of(made(inputs.to(world.device)), targets.to(world.device)))
-    result = made.step()
+    backward(world, made, loss_of)
+    assert made.step().skipped
     if hook:
         hook.remove()
-    return result.skipped, made.loss_scaler.pardons, same_bits(before, whole(made))
+    assert made.loss_scaler.pardons == 1
+    assert same_bits(before, whole(made))
 
 
-@pytest.mark.parametrize("poisoned", ((1,), (2, 3)))
-def test_an_overflow_on_one_rank_of_any_axis_skips_the_step_on_all(worlds, name, poisoned):
-    found = worlds(4).run(overflow, name, poisoned)
-    assert found == [(True, 1, True)] * 4
-
-
-def written_apart(world, name, weight):
-    """Write another gradient on the second tensor rank; return what is said of it."""
-    made, loss_of = split_engine(world, name)
+def backward(world, made, loss_of):
     inputs, targets = made.module.inputs_and_targets(torch.zeros(2, made.module.window, dtype=torch.uint8))
     made.backward(loss_of(made(inputs.to(world.device)), targets.to(world.device)))
+
+
+@pytest.mark.parametrize(("weight", "said"), [("ln_f.weight", "the gradient of 'ln_f.weight' differs"), (CUT, None)])
+def test_a_gradient_of_what_is_whole_must_be_written_alike_on_all_tensor_ranks(world, name, weight, said):
+    made, loss_of = split_engine(world, name)
+    backward(world, made, loss_of)
 
     def write():
         with made.gradients(write=True) as found:
             found[weight] += made.axes.tensor.rank
 
-    return message_of(write)
-
-
-@pytest.mark.parametrize(("weight", "said"), [("ln_f.weight", "the gradient of 'ln_f.weight' differs"), (CUT, None)])
-def test_a_gradient_of_what_is_whole_must_be_written_alike_on_all_tensor_ranks(worlds, name, weight, said):
-    for message in worlds(4).run(written_apart, name, weight):
-        assert message is None if said is None else said in message
+    message = message_of(write)
+    assert message is None if said is None else said in message
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------
 
 
-def saved_and_loaded(world, writer, reader, folder):
-    """Train on tensor ranks, save, train on; the same parts in another engine, in the whole model, and back."""
-    first, loss_of = split_engine(world, writer)
-    train(world, first, loss_of, steps=2)
-    first.save(folder, extra={"rank": world.rank})
-    second, loss_too = split_engine(world, reader, seed=1)
-    extra = second.load(folder)
-    one = make_engine(reader, seed=1)
-    one.load(folder, read=checkpoint.read)
-    joined = same_bits(one.full_state_dict(), whole(first))
-    one.save(f"{folder}-whole")
-    third, loss_three = split_engine(world, writer, seed=1)
-    third.load(f"{folder}-whole", read=checkpoint.read)
-    ended = []
-    for made, loss in ((first, loss_of), (second, loss_too), (third, loss_three)):
-        train(world, made, loss, steps=1)
-        ended.append(whole(made))
-    return extra, joined, same_bits(ended[0], ended[1]), same_bits(ended[0], ended[2])
-
-
 @pytest.mark.parametrize(
     ("writer", "reader"), list(zip(SEVEN, (*SEVEN[2:], *SEVEN[:2]), strict=True)), ids=lambda name: name
 )
-def test_parts_are_saved_joined_and_cut_again(worlds, tmp_path, writer, reader):
-    ended = worlds(4).run(saved_and_loaded, writer, reader, str(tmp_path / "saved"))
-    assert ended == [({"rank": rank}, True, True, True) for rank in range(4)]
+def test_parts_are_saved_joined_and_cut_again(world, tmp_path, writer, reader):
+    """Train on tensor ranks, save, train on; the same parts in another engine, in the whole model, and back."""
+    first, loss_of = split_engine(world, writer)
+    train(world, first, loss_of, steps=2)
+    first.save(tmp_path / "parts", extra={"rank": world.rank})
+    second, _ = split_engine(world, reader, seed=1)
+    assert second.load(tmp_path / "parts") == {"rank": world.rank}
+    one = make_engine(reader, seed=1)
+    one.load(tmp_path / "parts", read=checkpoint.read)
+    assert same_bits(one.full_state_dict(), whole(first))
+    one.save(tmp_path / "whole")
+    third, _ = split_engine(world, writer, seed=1)
+    third.load(tmp_path / "whole", read=checkpoint.read)
+    ended = []
+    for made in (first, second, third):
+        train(world, made, tensor.VocabParallelLoss(made.axes), steps=1)
+        ended.append(whole(made))
+    assert same_bits(ended[0], ended[1])
+    assert same_bits(ended[0], ended[2])
 
 
-def refused_checkpoints(world, folder):
-    """What is said of folders that do not fit, by case."""
+def what_is_said_of_folders(world, folder):
+    """What is said of those that do not fit, by case."""
     made, _ = split_engine(world, "stage1_os")
     plain, said = make_engine("stage1_os"), {}
     made.save(f"{folder}/parts")
@@ -157,12 +149,11 @@ REFUSED = {
 }
 
 
-def test_folders_that_do_not_fit_are_refused_on_every_rank(worlds, tmp_path):
-    ended = worlds(4).run(refused_checkpoints, str(tmp_path))
+def test_folders_that_do_not_fit_are_refused_on_every_rank(world, tmp_path):
+    said = what_is_said_of_folders(world, tmp_path)
     for case, message in REFUSED.items():
-        for said in ended:
-            assert re.search(message, said[case] or "nothing"), case
-    told = [said["two groups, one folder"] for said in ended]
+        assert re.search(message, said[case] or "nothing"), case
+    told = Collectives().gather_objects(said["two groups, one folder"])
     assert sum(message is None for message in told) == 2, "one group saves"
     assert all("engines of parts of one model need model_parallel=" in message for message in told if message)
 
@@ -170,8 +161,18 @@ def test_folders_that_do_not_fit_are_refused_on_every_rank(worlds, tmp_path):
 # ---- at the door -----------------------------------------------------------------------------------------------
 
 
-def at_the_door(world, engine, case):
-    """The message of an engine that is built with options that do not fit, on several axes."""
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no data-parallel group", "process_group= and model_parallel= share ranks"),
+        ("no axes", "model_parallel=2: give common.ranks.axes.Axes"),
+        ("an unknown name", "model_parallel= names 'ln_9.weight', which is no parameter of the model"),
+        ("another clip_norm", "clip_norm differs between rank"),
+        ("what is whole differs", "parameter 'wpe.weight' differs between rank"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_axes_that_do_not_fit_are_refused_on_every_rank(world, name, case, message):
     grid, module = mesh(world.device.type, 1, 1, 2), models.build("gpt-tiny")
     axes = Axes(tensor=grid["tensor"].get_group())
     tensor.split(module, axes)
@@ -185,25 +186,7 @@ def at_the_door(world, engine, case):
     if case == "another clip_norm":
         options["clip_norm"] = 1.0 + world.rank
     if case == "what is whole differs":
-        tensor_of, seeds = init, models.initial_values(world.rank)
-        init = lambda name, tensor: seeds(name, tensor) if name == "wpe.weight" else tensor_of(name, tensor)  # noqa: E731
-        module = built(module, init)
-    return message_of(find_engine(engine), module, ADAMW, init=init, model_parallel=axes, **options)
-
-
-def built(module, init):
-    return models.materialize(module, init, "cuda" if torch.cuda.is_available() else "cpu") or module
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("no data-parallel group", "process_group= and model_parallel= share ranks"),
-        ("no axes", "model_parallel=2: give common.ranks.axes.Axes"),
-        ("an unknown name", "model_parallel= names 'ln_9.weight', which is no parameter of the model"),
-        ("another clip_norm", "clip_norm differs between rank"),
-        ("what is whole differs", "parameter 'wpe.weight' differs between rank"),
-    ],
-)
-def test_axes_that_do_not_fit_are_refused_on_every_rank(worlds, name, case, message):
-    assert all(message in said for said in worlds(2).run(at_the_door, name, case))
+        models.materialize(module, init, world.device)
+        with torch.no_grad():
+            module.wpe.weight.add_(world.rank)
+    assert message in message_of(find_engine(name), module, ADAMW, init=init, model_parallel=axes, **options)

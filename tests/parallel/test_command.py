@@ -1,13 +1,14 @@
 """`python -m parallel`: on every axis what is measured is what was predicted."""
 
+import contextlib
 import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 from commands import run
 from places import ROOT
+
+from common.ranks.collectives import Collectives
 
 PAGE = ROOT / "parallel" / "README.md"
 
@@ -31,21 +32,13 @@ def test_each_rank_holds_and_sends_what_was_predicted(tmp_path, layout):
     assert "(predicted" not in process.stdout
 
 
-def of_the_page(world, code, folder):
-    """Run the page's program on this rank; return its part of the model, the norm, and the folders that it saved."""
-    there, names = Path.cwd(), {}
-    os.chdir(folder)
-    try:
-        exec(code, names)
-    finally:
-        os.chdir(there)
-    return names["axes"].part, names["result"].norm, sorted(path.name for path in Path(folder, "checkpoint").iterdir())
-
-
-def test_the_pages_program_trains_on_three_axes(worlds, tmp_path):
+@pytest.mark.ranks(8)
+def test_the_pages_program_trains_on_three_axes(world, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    ended = worlds(8).run(of_the_page, code, str(tmp_path))
-    parts = {part for part, _, _ in ended}
-    assert len(parts) == 4
-    assert all(parts <= set(saved) for _, _, saved in ended)
-    assert len({norm for _, norm, _ in ended}) == 1
+    names = {}
+    with contextlib.chdir(tmp_path):
+        exec(code, names)
+    parts, norms = zip(*Collectives().gather_objects((names["axes"].part, names["result"].norm)), strict=True)
+    assert len(set(parts)) == 4
+    assert set(parts) <= {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert len(set(norms)) == 1

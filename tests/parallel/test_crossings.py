@@ -35,13 +35,13 @@ CROSSINGS = pairwise(FACTORS.values())
 
 @on_one_thread
 def trained(world, folder, name, data, model, precision, micro_batches, clip, checkpoints, resumed):
-    """The norms and weights of four steps."""
+    """The losses and norms of four steps, and the weights."""
     kinds = {"partitioned": ("reentrant", "device"), "on the host": ("non-reentrant", "host")}
     kind, partitioned = kinds.get(checkpoints, (checkpoints, None))
     clips = {} if clip is None else {"clip_norm": 0.1, "norm_type": clip}
     how = {"model": model, "precision": precision, "checkpoints": kind, "partitioned": partitioned, **clips}
     made, loss_of = split_engine(world, name, **how)
-    batches, norms = Batches(text(), made.module.window, 8), []
+    batches, found = Batches(text(), made.module.window, 8), []
     for step in range(4):
         if resumed and step == 2:
             made.save(folder)
@@ -49,16 +49,20 @@ def trained(world, folder, name, data, model, precision, micro_batches, clip, ch
             made.load(folder)
         for part in batches.of(step, made.rank, data).to(world.device).chunk(micro_batches):
             inputs, targets = made.module.inputs_and_targets(part)
-            made.backward(loss_of(made(inputs), targets) / micro_batches)
-        norms.append(made.step().norm)
-    return norms, whole(made)
+            loss = loss_of(made(inputs), targets) / micro_batches
+            made.backward(loss)
+            found.append(loss.item())
+        found.append(made.step().norm)
+    return found, whole(made)
 
 
 @pytest.mark.parametrize("levels", CROSSINGS, ids=lambda row: ", ".join(map(str, row)))
 def test_an_engine_on_two_axes_has_the_bits_of_stage_0(worlds, tmp_path, levels):
     one, data, *others = levels
     world = worlds(2 * data)
-    norms, weights = world.run(trained, str(tmp_path / "one"), one, data, *others)[0]
-    expected, theirs = world.run(trained, str(tmp_path / "stage0"), "stage0_ddp", data, *others)[0]
-    assert norms == expected
-    assert same_bits(weights, theirs)
+    ended = world.run(trained, str(tmp_path / "one"), one, data, *others)
+    expected = world.run(trained, str(tmp_path / "stage0"), "stage0_ddp", data, *others)
+    for rank, (found, weights) in enumerate(ended):
+        assert found == expected[rank][0]
+        assert found == ended[rank // 2 * 2][0], "tensor ranks differ"
+        assert same_bits(weights, expected[0][1])

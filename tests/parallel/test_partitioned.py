@@ -1,7 +1,5 @@
 """P_a: each tensor rank keeps its part of what a checkpoint saves; bits stay."""
 
-from functools import partial
-
 import pytest
 import torch
 from split_training import allocated, of_split, on_one_thread, split_engine, train
@@ -15,13 +13,14 @@ SAMPLES = 8
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("one", SEVEN)
-def test_partitioned_checkpoints_change_no_bit(worlds, one, kind):
-    options = {"model": "llama-tiny", "precision": "bf16", "checkpoints": kind, "steps": 2}
-    expected = worlds(2).run(partial(of_split, **options), one)[0]
-    for where in ("device", "host"):
-        steps, weights = worlds(2).run(partial(of_split, partitioned=where, **options), one)[0]
-        assert steps == expected[0]
-        assert same_bits(weights, expected[1])
+def test_partitioned_checkpoints_change_no_bit(world, one, kind):
+    (steps, weights), *others = (
+        of_split(world, one, 2, "llama-tiny", 2, precision="bf16", checkpoints=kind, partitioned=where)
+        for where in (None, "device", "host")
+    )
+    for found, theirs in others:
+        assert found == steps
+        assert same_bits(weights, theirs)
 
 
 @on_one_thread
@@ -39,20 +38,15 @@ def held_and_sent(world, partitioned, kind):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it counts the CPU's allocations")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_keeps_one_part_of_each_blocks_input_and_sends_the_others(worlds, kind):
+def test_a_rank_keeps_one_part_of_each_blocks_input_and_sends_the_others(world, kind):
+    """With reentrant checkpoints, that is a twelfth of what all sums send: the paper's "less than a tenth" (sec. 8)."""
     blocks, elements = 4, SAMPLES * 128 * 96  # of gpt-nano
-    whole, *_ = worlds(2).run(held_and_sent, None, kind)[0]
-    held, sent, foreseen = worlds(2).run(held_and_sent, "device", kind)[0]
+    whole, without, foreseen_without = held_and_sent(world, None, kind)
+    held, sent, foreseen = held_and_sent(world, "device", kind)
     assert whole - held == pytest.approx(blocks * 4 * elements / 2, rel=0.01)
-    assert sent == foreseen
-    _, without, foreseen_without = worlds(2).run(held_and_sent, None, kind)[0]
-    assert without == foreseen_without
-    assert sent["all_gather"] - without["all_gather"] == blocks * 4 * elements / 2  # (1 - 1/T) of each
-
-
-def test_a_twelfth_of_what_tensor_parallelism_sends_for_a_block(worlds):
-    """With reentrant checkpoints, which recompute all of it: the paper's "less than a tenth" (sec. 8)."""
-    _, sent, _ = worlds(2).run(held_and_sent, "device", KINDS[1])[0]
-    _, without, _ = worlds(2).run(held_and_sent, None, KINDS[1])[0]
-    of_blocks = without["all_reduce"] * 6 * 4 / (6 * 4 + 2)  # two further sums: embedding and head
-    assert (sent["all_gather"] - without["all_gather"]) / of_blocks == pytest.approx(1 / 12, rel=0.01)
+    assert (sent, without) == (foreseen, foreseen_without)
+    gathered = sent["all_gather"] - without["all_gather"]
+    assert gathered == blocks * 4 * elements / 2  # (1 - 1/T) of each
+    if kind == "reentrant":
+        of_blocks = without["all_reduce"] * 6 * 4 / (6 * 4 + 2)  # two further sums: embedding and head
+        assert gathered / of_blocks == pytest.approx(1 / 12, rel=0.01)

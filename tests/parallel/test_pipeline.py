@@ -9,7 +9,7 @@ import torch
 from split_training import mesh, on_one_thread
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.optim import SGD
-from training import ADAMW, BUCKET_MB, SEVEN, message_of, text
+from training import BUCKET_MB, SEVEN, message_of, text
 
 from common import models
 from common.data import Batches
@@ -28,33 +28,34 @@ def untied(model):
     return built
 
 
-@on_one_thread
-def of_stages(world, name, model="gpt-tiny", micro_batches=4, schedule=Schedule1F1B, steps=3, **options):
-    """Train on two pipeline stages; return losses, norms, this rank's weights and what it sent in the last step."""
+def engine_of_a_stage(world, name, model="gpt-tiny", frozen=None, **options):
+    """An engine around this rank's of two stages; one may be frozen."""
     grid = mesh(world.device.type, 2, world.size // 2, 1)
     axes, module = Axes(pipeline=grid["pipeline"].get_group()), untied(model)
     pipeline.keep_stage(module, axes.pipeline)
-    made = find_engine(name)(
-        module, SGD_1, init=models.initial_values(0), process_group=grid["data"].get_group(), model_parallel=axes,
-        bucket_mb=BUCKET_MB, deterministic=True, **options,
-    )  # fmt: skip
-    data = made.world_size
+    if axes.pipeline.rank == frozen:
+        module.requires_grad_(False)
+    options |= {"process_group": grid["data"].get_group(), "model_parallel": axes, "bucket_mb": BUCKET_MB}
+    return find_engine(name)(module, SGD_1, init=models.initial_values(0), deterministic=True, **options)
+
+
+@on_one_thread
+def of_stages(world, name, model="gpt-tiny", micro_batches=4, schedule=Schedule1F1B, steps=3, **options):
+    """Train on two pipeline stages; return losses, norms, this rank's weights and what it sent in the last step."""
+    made = engine_of_a_stage(world, name, model, **options)
+    data, axis = made.world_size, made.axes.pipeline
     stage = pipeline.Stage(made, SAMPLES // data // micro_batches)
     runs = schedule(stage, micro_batches, pipeline.mean(models.loss, micro_batches), scale_grads=False)
     batches, found = Batches(text(), LENGTH + 1, SAMPLES), []
     for step in range(steps):
         made.comm.traffic.reset()
-        axes.pipeline.traffic.reset()
+        axis.traffic.reset()
         inputs, targets = made.module.inputs_and_targets(batches.of(step, made.rank, data).to(world.device))
         losses = []
         runs.step(*([inputs] if stage.is_first else []), target=targets if stage.is_last else None, losses=losses)
         found.append((sum(loss.item() for loss in losses), made.step().norm))
-    sent = (
-        made.comm.traffic.by_collective(),
-        made.predicted_wire_bytes_per_step(),
-        axes.pipeline.traffic.by_collective(),
-    )
-    return found, made.full_state_dict(), sent
+    sent, predicted = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
+    return found, made.full_state_dict(), (sent, predicted, axis.traffic.by_collective())
 
 
 @on_one_thread
@@ -113,31 +114,11 @@ def test_the_pipeline_axis_sends_a_samples_activations_and_their_gradients_once(
     assert [axis for _, _, (_, _, axis) in ended] == [{"send activations": once}, {"send gradients": once}]
 
 
-def refused(world):
-    """What is said of stages that do not fit."""
-    grid = mesh(world.device.type, 2, 1, 1)
-    axes, tied, odd = Axes(pipeline=grid["pipeline"].get_group()), models.build("gpt-tiny"), untied("gpt-tiny")
+def test_models_that_no_pipeline_takes_are_refused_in_a_line(world):
+    axis = Axes(pipeline=mesh(world.device.type, 2, 1, 1)["pipeline"].get_group()).pipeline
+    odd, frozen = untied("gpt-tiny"), engine_of_a_stage(world, "stage1_os", frozen=0)
     del odd.blocks[1]
-    return [
-        message_of(pipeline.keep_stage, tied, axes.pipeline),
-        message_of(pipeline.keep_stage, odd, axes.pipeline),
-        message_of(pipeline.Stage, untied("gpt-tiny"), 1),
-        message_of(pipeline.Stage, engine_of_a_stage(axes, frozen=0), 1),
-    ]
-
-
-def engine_of_a_stage(axes, frozen):
-    model = untied("gpt-tiny")
-    pipeline.keep_stage(model, axes.pipeline)
-    model.requires_grad_(axes.pipeline.rank != frozen)
-    group = mesh(axes.pipeline.device.type, 2, 1, 1)["data"].get_group()
-    init = models.initial_values(0)
-    return find_engine("stage1_os")(model, ADAMW, init=init, process_group=group, model_parallel=axes)
-
-
-def test_models_that_no_pipeline_takes_are_refused_in_a_line(worlds):
-    for tied, odd, module, frozen in worlds(2).run(refused):
-        assert "write pipeline.untie(model)" in tied
-        assert odd == "2 pipeline ranks do not divide the 1 layers"
-        assert "a stage runs an engine" in module
-        assert "no parameter was trainable" in frozen
+    assert "write pipeline.untie(model)" in message_of(pipeline.keep_stage, models.build("gpt-tiny"), axis)
+    assert message_of(pipeline.keep_stage, odd, axis) == "2 pipeline ranks do not divide the 1 layers"
+    assert "a stage runs an engine" in message_of(pipeline.Stage, untied("gpt-tiny"), 1)
+    assert "no parameter was trainable" in message_of(pipeline.Stage, frozen, 1)

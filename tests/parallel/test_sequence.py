@@ -1,11 +1,9 @@
 """Ulysses: a rank has a part of each sequence, and in attention all of it for some heads."""
 
-from functools import partial
-
 import pytest
 import torch
 from split_training import allocated, mesh, on_one_thread
-from training import SEVEN, make_engine, message_of, text
+from training import SEVEN, make_engine, message_of, same_bits, text
 
 from common import models
 from common.data import Batches
@@ -59,16 +57,18 @@ def trained(world, name, ranks, model="gpt-tiny", steps=3, **options):
     return found, made.full_state_dict()
 
 
-@pytest.mark.parametrize(("one", "size"), [*((name, 2) for name in SEVEN), ("stage0_ddp", 4), ("stage3_param", 4)])
-def test_every_engine_trains_on_parts_of_sequences_as_on_samples(worlds, one, size):
+PLACES = [*((name, 2) for name in SEVEN), ("stage0_ddp", 4), ("stage3_param", 4)]
+
+
+@pytest.mark.parametrize(("one", "world"), PLACES, indirect=["world"])
+def test_every_engine_trains_on_parts_of_sequences_as_on_samples(world, one):
     """With four ranks, two groups of two share sequences."""
-    options = {"clip_norm": 0.5, "model": "llama-tiny"}
-    steps, weights = worlds(size).run(partial(trained, ranks=2, **options), one)[0]
-    expected, _ = worlds(size).run(partial(trained, ranks=1, **options), one)[0]
+    (steps, weights), (expected, _), (same, theirs) = (
+        trained(world, *how, model="llama-tiny", clip_norm=0.5) for how in ((one, 2), (one, 1), ("stage0_ddp", 2))
+    )
     assert torch.tensor(steps).numpy() == pytest.approx(torch.tensor(expected).numpy(), rel=1e-5)
-    same, theirs = worlds(size).run(partial(trained, ranks=2, **options), "stage0_ddp")[0]
     assert steps == same
-    assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+    assert same_bits(weights, theirs)
 
 
 @on_one_thread
@@ -84,16 +84,14 @@ def held(world, cut):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it counts the CPU's allocations")
-@pytest.mark.parametrize("ranks", (2, 4))
-def test_activations_are_an_nth_and_one_tensor_more_per_block(worlds, ranks):
+@pytest.mark.ranks(2, 4)
+def test_activations_are_an_nth_and_one_tensor_more_per_block(world):
     blocks, tensor = 4, 4 * SAMPLES * 128 * 96  # of gpt-nano
-    whole = worlds(ranks).run(held, False)[0]
-    assert worlds(ranks).run(held, True)[0] * ranks == pytest.approx(whole + blocks * tensor, rel=0.01)
+    whole = held(world, cut=False)
+    assert held(world, cut=True) * world.size == pytest.approx(whole + blocks * tensor, rel=0.01)
 
 
-def refused(world):
-    return message_of(sequence.split, models.build("gpt-tiny"), Collectives())
-
-
-def test_ranks_that_do_not_divide_heads_are_refused_in_a_line(worlds):
-    assert worlds(3).run(refused) == ["3 sequence ranks do not divide the 2 heads"] * 3
+@pytest.mark.ranks(3)
+def test_ranks_that_do_not_divide_heads_are_refused_in_a_line(world):
+    said = message_of(sequence.split, models.build("gpt-tiny"), Collectives())
+    assert said == "3 sequence ranks do not divide the 2 heads"

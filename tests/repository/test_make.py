@@ -15,18 +15,7 @@ import common
 MAKEFILE = (ROOT / "Makefile").read_text()
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
-PACKAGES = (
-    "common",
-    "interop",
-    "lab",
-    "course",
-    "stage0_ddp",
-    "stage1_os",
-    "stage2_grad",
-    "stage3_param",
-    "offload",
-    "zeropp",
-)
+PACKAGES = [name.rstrip("*") for name in SETTINGS["tool"]["setuptools"]["packages"]["find"]["include"]]
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 
 KEPT = {  # records whose command is gone: the page that shows them, the commit that made them

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -47,11 +48,13 @@ PAGES = {  # engine -> its page's module and class, and lines of code at most
 IN_NODES = ("zeropp", "zeropp.hybrid", "parallel")  # for 4 ranks
 EXACT = tuple(name for name in PAGES if name not in IN_NODES)
 IN_UNITS = ("stage3_param", "offload.nvme", "zeropp.hybrid")
+SHARDED = lambda n: {"parameters": 1 / n, "gradients": 1 / n, "optimizer states": 2 / n}  # noqa: E731
 HELD = {  # {kind: the part of all parameters' bytes that a rank of n holds}
     "stage0_ddp": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2},
     "stage1_os": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2 / n},
     "stage2_grad": lambda n: {"parameters": 1, "gradients": 1 / n, "optimizer states": 2 / n},
-    "stage3_param": lambda n: {"parameters": 1 / n, "gradients": 1 / n, "optimizer states": 2 / n},
+    "stage3_param": SHARDED,
+    "zeropp.hybrid": SHARDED,
     "offload": lambda n: {
         "parameters": 1,
         "parameters on the host": 1 / n,
@@ -110,21 +113,16 @@ def test_a_page_is_short_and_needs_nothing_but_torch(name):
     assert {module.split(".")[0] for module in modules} <= {"os", "functools", "pathlib", "tempfile", "torch"}
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "world"), [*itertools.product(EXACT, (2, 3)), ("zeropp.hybrid", 4)], indirect=["world"]
+)
 def test_a_page_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says(world, name):
+    """Hybrid sharding in two nodes of two."""
+    options, shards = ({"ranks_per_node": 2}, 2) if name == "zeropp.hybrid" else ({}, world.size)
     weights, held = train_minimal(world, name, STEPS)
-    assert same_bits(weights, train(world, name, "gpt-tiny", STEPS)["weights"])
+    assert same_bits(weights, train(world, name, "gpt-tiny", STEPS, **options)["weights"])
     part = 4 * padded(name, world.size)
-    assert held == {kind: share * part for kind, share in HELD[name](world.size).items()}
-
-
-@pytest.mark.ranks(4)
-def test_the_page_of_hybrid_sharding_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says(world):
-    weights, held = train_minimal(world, "zeropp.hybrid", STEPS)
-    assert same_bits(weights, train(world, "zeropp.hybrid", "gpt-tiny", STEPS, ranks_per_node=2)["weights"])
-    part = 4 * padded("zeropp.hybrid", world.size) // 2
-    assert held == {"parameters": part, "gradients": part, "optimizer states": 2 * part}
+    assert held == {kind: share * part for kind, share in HELD[name](shards).items()}
 
 
 class Unpadded(nn.Module):

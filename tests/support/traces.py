@@ -1,7 +1,11 @@
-"""A trace of a training step, and its rows."""
+"""A trace of a training step, and its rows; the allocations of a call."""
 
 import gc
+import json
+import tempfile
+from pathlib import Path
 
+import torch
 from training import batch, make_engine
 
 from common.loop import train_step
@@ -21,6 +25,17 @@ def record(world, stage, model, path, **options):
     engine.synchronize()
     recording.stop()
     return recording.write(path)
+
+
+def allocations(run):
+    """What a call returns, and by how many bytes each event in torch's profiler changes what it has allocated."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = run()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    changes = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
+    return result, [event["args"]["Bytes"] for event in changes]
 
 
 def rows_of(trace, beginning):

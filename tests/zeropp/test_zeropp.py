@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import needs_two_nodes
 from matrix import Cell, train_cell
-from training import handed_on, make_engine, message_of, train_step
+from training import make_engine, message_in_step, train_step
 
 from common.engine import units
 from common.engine.mixed_precision import DTYPES, running_backward
@@ -23,6 +23,8 @@ from common.loop import sha256
 from lab.zeropp import convergence, two_nodes
 from zeropp.export import load_int8, save_int8
 from zeropp.quantize import Blocks
+
+pytestmark = pytest.mark.ranks(4)
 
 # ---- quantization -------------------------------------------------------------------------------------------------
 
@@ -91,18 +93,12 @@ def test_messages_are_as_long_as_the_paper_says(bits, block, part):
 
 
 def test_sums_are_added_in_order_in_fp32():
-    blocks, values = Blocks(4, 64), [torch.randn(1000) for _ in range(5)]
-    messages, parts, total = [], [], torch.zeros(1000)
-    for value in values:
-        messages.append(torch.empty(blocks.nbytes(1000), dtype=torch.uint8))
-        blocks.pack(value, messages[-1])
-        parts.append(torch.empty(1000))
-        blocks.unpack(messages[-1], parts[-1])
-    for part in parts:
-        total += part
-    added = torch.empty(1000)
-    blocks.add_up(messages, added)
-    assert torch.equal(added, total)
+    blocks, values, parts, added = Blocks(4, 64), torch.randn(5, 1000), torch.empty(5, 1000), torch.empty(1000)
+    messages = torch.empty(5, blocks.nbytes(1000), dtype=torch.uint8)
+    blocks.pack(values, messages)
+    blocks.unpack(messages, parts)
+    blocks.add_up([*messages], added)
+    assert torch.equal(added, sum(parts, torch.zeros(1000)))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -123,17 +119,15 @@ def test_what_torch_compile_packs_and_unpacks_has_the_same_bits(bits):
 def test_rows_are_packed_like_single_rows_however_many_at_a_time(bits):
     values = torch.randn(3, 2, 1001).transpose(0, 1)
     alone, rows = Blocks(bits, 64), Blocks(bits, 64, chunk=500)
-    messages = torch.empty(2, 3, rows.nbytes(1001), dtype=torch.uint8).fill_(0)
-    one = torch.zeros_like(messages)
-    rows.pack(values, messages)
+    messages = torch.zeros(2, 3, rows.nbytes(1001), dtype=torch.uint8)
+    one, arrived, expected, total = torch.zeros_like(messages), *torch.empty(2, 2, 3, 1001), torch.empty(3, 1001)
     for i, j in itertools.product(range(2), range(3)):
         alone.pack(values[i, j], one[i, j])
-    assert torch.equal(messages, one)
-    arrived, expected, total = torch.empty(2, 3, 1001), torch.empty(2, 3, 1001), torch.empty(3, 1001)
-    rows.unpack(messages, arrived)
-    for i, j in itertools.product(range(2), range(3)):
         alone.unpack(one[i, j], expected[i, j])
+    rows.pack(values, messages)
+    rows.unpack(messages, arrived)
     rows.add_up(messages, total)
+    assert torch.equal(messages, one)
     assert torch.equal(arrived, expected)
     assert torch.equal(total, expected[0] + expected[1])
 
@@ -267,7 +261,6 @@ SWITCHES = [
 @pytest.mark.parametrize(
     ("precision", "backwards", "model"), [("fp32", 1, "gpt-tiny"), ("bf16", 2, "gpt-tiny"), ("fp16", 1, "lora-tiny")]
 )
-@pytest.mark.ranks(4)
 def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
     world, name, options, precision, backwards, model
 ):
@@ -284,7 +277,6 @@ def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-@pytest.mark.ranks(4)
 def test_secondary_shards_take_2_psi_over_p_bytes(world, per_node):
     held = {}
     for name in ("Off", "Copies"):
@@ -296,7 +288,6 @@ def test_secondary_shards_take_2_psi_over_p_bytes(world, per_node):
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "lora-tiny"])
-@pytest.mark.ranks(4)
 def test_a_frozen_weight_crosses_to_the_other_node_once(world, model):
     made, sent = make_engine("quantized:Copies", model), []
     for step in range(2):
@@ -306,7 +297,6 @@ def test_a_frozen_weight_crosses_to_the_other_node_once(world, model):
     assert sent[0] - sent[1] == sum(bucket.shard_numel * 4 * 2 for bucket in made.frozen)  # to two ranks
 
 
-@pytest.mark.ranks(4)
 def test_a_weight_frozen_and_thawed_leaves_no_stale_copy(world):
     """A step while it is frozen is refused."""
     ends = []
@@ -321,14 +311,7 @@ def test_a_weight_frozen_and_thawed_leaves_no_stale_copy(world):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.ranks(4)
-def test_a_checkpoint_goes_on_with_the_same_bits_quantized_or_not(world, tmp_path, precision):
-    copies = ("quantized:Copies", "stage0_ddp")
-    for number, pair in enumerate([("quantized:All", "quantized:All"), copies, copies[::-1]]):
-        assert handed_on(world, *pair, tmp_path / str(number), precision)
-
-
+@pytest.mark.ranks(2)
 def test_what_keep_fp32_names_is_not_quantized(world):
     made = make_engine("quantized:Weights", "gpt-tiny", precision="bf16", keep_fp32=["ln_1", "ln_2", "ln_f"], seed=1)
     exact = made.full_state_dict()
@@ -339,25 +322,29 @@ def test_what_keep_fp32_names_is_not_quantized(world):
     assert all(torch.equal(parameter.float(), exact[name]) for name, parameter in kept.items())
 
 
-@pytest.mark.ranks(4)
-def test_late_lanes_change_no_bit_of_all_switches_together(world, tmp_path):
-    assert probes.no_bit_depends_on_when_the_lane_runs(world, "quantized:All", str(tmp_path)) == []
+@pytest.mark.parametrize("name", ["quantized:All", "replicated:Pairs"])
+def test_late_lanes_change_no_bit(world, tmp_path, name):
+    assert probes.no_bit_depends_on_when_the_lane_runs(world, name, str(tmp_path)) == []
 
 
 # ---- validation ---------------------------------------------------------------------------------------------------
 
-BAD = {
-    "ranks_per_node 3": {"ranks_per_node": 3},
-    "ranks_per_node 0": {"ranks_per_node": 0},
-    "block 5": {"block": 5},
-    "block 0": {"block": 0},
-    "error_feedback": {"error_feedback": True, "quantize_gradients": False},
-}
+BAD = [
+    ("zeropp", {"ranks_per_node": 3}, "ranks_per_node 3"),
+    ("zeropp", {"ranks_per_node": 0}, "ranks_per_node 0"),
+    ("zeropp", {"block": 5}, "block 5"),
+    ("zeropp", {"block": 0}, "block 0"),
+    ("zeropp", {"error_feedback": True, "quantize_gradients": False}, "error_feedback"),
+    ("zeropp.hybrid", {"ranks_per_node": 3}, "2 ranks cannot be divided into nodes of that size"),
+    ("zeropp.hybrid", {"ranks_per_node": 0}, "ranks_per_node 0"),
+    ("zeropp.hybrid", {"defer_all_reduce": "last"}, "defer_all_reduce='last': give True or False"),
+]
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_options_that_make_no_sense_are_refused(world, said):
-    assert said in message_of(make_engine, "zeropp", **BAD[said])
+@pytest.mark.parametrize(("name", "options", "said"), BAD)
+@pytest.mark.ranks(2)
+def test_options_that_make_no_sense_are_refused(world, name, options, said):
+    assert said in message_in_step(make_engine, name, **options)
 
 
 def test_two_nodes_say_what_they_need(monkeypatch, capsys):
