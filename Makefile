@@ -2,7 +2,7 @@
 #                 .md and .png to results/local
 # make test       lint and the suite: each property, on cases drawn anew for each
 #                 commit
-# make test-all   the suite with all cases, in hours; make test-part PART=2/6 takes
+# make test-all   the suite with all cases, in hours; make test-part PART=2/6 is
 #                 a part of them. Without PART another one comes with each commit
 # make test-cpus  what compares bits, on processors that this one can pose as
 # make record-seconds  measure how long the suite's cases take: by this the cases
