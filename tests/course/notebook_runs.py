@@ -22,7 +22,7 @@ questions.by_stage(lambda stage, n, parameters: 16 * parameters, results, "model
 questions.by_stage(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, results, "wire_bytes_per_step")
 for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
     questions.stage_and_ranks(choice)""",
-    },
+    }
 }
 
 # Cells that ask a question, by id; the open answer in them; and values in the form of no answer.

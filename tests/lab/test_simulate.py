@@ -57,8 +57,7 @@ def measured(world, engine, options):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="simulates gloo's paths")
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 @pytest.mark.parametrize(
-    ("size", "model", "precision"),
-    [(1, "gpt-tiny", "fp32"), (2, "moe-nano", "bf16"), (3, "llama-nano", "fp32")],
+    ("size", "model", "precision"), [(1, "gpt-tiny", "fp32"), (2, "moe-nano", "bf16"), (3, "llama-nano", "fp32")]
 )
 def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, size, model, precision):
     given = ("--nproc", size, "--model", model, "--steps", 3, "--batch", 2 * size, "--precision", precision)

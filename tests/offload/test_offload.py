@@ -13,7 +13,7 @@ from formulas import bytes_held, bytes_on_host
 from matrix import Cell, train_cell
 from offload_probes import counts, delayed
 from offloaded import WARM_UP
-from planting import followed, preceded
+from planting import followed
 from traces import record, rows_of
 from training import batch, make_engine, message_of, same_bits, train_step
 
@@ -82,7 +82,7 @@ def takes(seconds):
 def steps_slowly(world, engine, optimizer):
     """Train on a host that is still making the states of one shard when those of the next are requested."""
     # ASGD and NAdam make their second state with these, when the first exists.
-    ones, tensor = preceded(torch, "ones", takes(5e-3)), preceded(torch, "tensor", takes(5e-3))
+    ones, tensor = followed(torch, "ones", takes(5e-3)), followed(torch, "tensor", takes(5e-3))
     with ones, tensor, followed(OffloadEngine, "step_optimizer_shard", takes(3e-3)):
         made = make_engine(engine, optimizer=OPTIMIZERS[optimizer])
         return [train_step(made, world, step) for step in range(3)], made.full_state_dict()

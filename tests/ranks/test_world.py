@@ -280,11 +280,7 @@ CPUS = "this machine has {}; choose at most {}, or add --oversubscribe to let ra
 
 @pytest.mark.parametrize(
     ("gpus", "available", "nproc", "message"),
-    [
-        (0, 2, 3, CPUS.format("2 CPUs", 2)),
-        (0, 1, 2, CPUS.format("1 CPU", 1)),
-        (4, 2, 5, CPUS.format("4 GPUs", 4)),
-    ],
+    [(0, 2, 3, CPUS.format("2 CPUs", 2)), (0, 1, 2, CPUS.format("1 CPU", 1)), (4, 2, 5, CPUS.format("4 GPUs", 4))],
 )
 def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeypatch, gpus, available, nproc, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
