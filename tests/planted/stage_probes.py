@@ -81,15 +81,20 @@ def two_buckets_in_flight(world, engine, folder):
 # ---- norms and clipping -------------------------------------------------------------------------------------------
 
 
-def norm_of(world, engine, factor=1.0):
-    made = small_engine(world, engine, clip_norm=1e3)
+def norm_of(world, engine, factor=1.0, clip_norm=1e3, **options):
+    made = small_engine(world, engine, clip_norm=clip_norm, **options)
     made.backward(loss(made(inputs(world, 0))) * factor)
     return made.step().norm
 
 
-def norm_is_summed_in_float64(world, engine, folder):
-    """A gradient 2^80 times smaller has a norm 2^80 times smaller, though its squares underflow in fp32."""
-    return broken(norm=norm_of(world, engine, 2.0**-80) == norm_of(world, engine) * 2.0**-80)
+def norm_is_that_of_the_gradient(world, engine, folder):
+    """It is the norm before clipping, without the loss scale, and in float64: fp32's squares would underflow."""
+    usual = norm_of(world, engine)
+    return broken(
+        small_numbers=norm_of(world, engine, 2.0**-80) == usual * 2.0**-80,
+        before_clipping=norm_of(world, engine, clip_norm=1e-3) == usual,
+        without_the_scale=len({norm_of(world, engine, precision="fp16", scale=scale) for scale in (1.0, 2.0)}) == 1,
+    )
 
 
 # ---- what is read when ----------------------------------------------------------------------------------------------
