@@ -11,6 +11,7 @@ import commands
 import pytest
 import torch
 from formulas import NODE, bytes_held
+from machine import PATIENCE
 from torch import nn
 from training import ENGINES, SEVEN, STAGES
 
@@ -112,7 +113,7 @@ def test_a_trillion_parameters_on_1024_ranks_take_20_seconds_and_2_gb(checkpoint
     arguments = ["stage3_param", "--model", "gpt-1t", "--world-size", "1024", "--ranks-per-node", "8"]
     began = time.monotonic()
     commands.output_of("-m", "lab.simulate", *arguments, "--precision", "bf16", *checkpoints, "--json", done)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE / 6  # 20 seconds, on an idle processor
     results = json.loads(done.read_text())
     assert results["parameters"] > 1e12
     assert results["really_held_bytes"] < 2e9
