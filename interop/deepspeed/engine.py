@@ -255,7 +255,9 @@ class Engine:
         dist.barrier()
         return True
 
-    save_fp16_model = save_16bit_model  # by its older name
+    def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
+        """`save_16bit_model` by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """A copy of the model's state, whole, in the precision that it trains in; in stage 3 a collective.
