@@ -440,7 +440,7 @@ def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(
         thing = found(path) if path != "Engine" else Engine(mock.Mock(module=nn.Identity()), *[mock.Mock()] * 3)
         for name in names:
             if not hasattr(thing, name):
-                assert re.search(rf"\b{name}\b.* not here|have '{name}'", refused_by(getattr, thing, name))
+                assert re.search(rf"\b{name}\b.* not here|has '{name}'", refused_by(getattr, thing, name))
     assert [rates(*case) for case in cases] == theirs["rates"]
 
 
