@@ -31,7 +31,7 @@ def test_a_property_has_its_share_of_the_time_and_at_least_one_case(seconds, num
 
 
 def test_a_property_of_long_cases_runs_at_some_commits():
-    times = sum(len(drawn(str(commit), seconds=20.0)) for commit in range(200))
+    times = sum(len(drawn(str(commit), seconds=15.0)) for commit in range(200))
     assert 10 <= times <= 30  # one in ten
 
 

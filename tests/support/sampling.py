@@ -16,7 +16,7 @@ from collections import defaultdict
 
 from places import ROOT
 
-SHARE, LONGEST, TOO_LONG = 0.3, 2.0, 60.0  # seconds
+SHARE, LONGEST, TOO_LONG = 0.2, 1.5, 60.0  # seconds
 RECORD = ROOT / "tests/seconds.json"  # {property, or a case that takes much longer than others: seconds of a case}
 UNKNOWN = 0.3  # seconds of a case that was not measured
 
