@@ -60,10 +60,12 @@ def groups_of(comm, per_node):
 def new_group(comm, ranks, **options):
     """A process group of some ranks of another, with this one among them. A collective over `comm`.
 
-    torch names a group by the number of groups that the rank knows. Ranks whose numbers differ, as some are outside of
-    a group, would wait for each other for ever. So a rank that knows fewer first makes some of its own.
+    torch names a group by a number: of the groups that the rank knows or, from 2.14 on, has taken part in making. Ranks
+    whose numbers differ, as some are outside of a group, would wait for each other for ever. So a rank that knows fewer
+    first makes some of its own.
     """
-    known = len(dist.distributed_c10d._world.pg_names)  # torch has no public name for it
+    world = dist.distributed_c10d._world  # torch has no public name for it
+    known = world.group_count if torch.__version__ >= (2, 14) else len(world.pg_names)
     most = known if comm.simulated else max(comm.gather_objects(known, "how many groups there are"))
     if comm.simulated:
         options["backend"] = "fake"
