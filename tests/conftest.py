@@ -26,7 +26,7 @@ from interop.formats.to_universal import RELEASE
 from interop.museum import installed
 
 BEGAN = time.monotonic()
-TRIED = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+TRIED = "2.14.1"  # the newest torch with which the suite passed: INSTALL.md
 MOST_ON_A_GPU = 4  # ranks that share one GPU: more take hours
 
 if torch.cuda.is_available():
