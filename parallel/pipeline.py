@@ -111,6 +111,11 @@ class Stage(PipelineStage):
             _Forward(engine), comm.rank, comm.size, engine.comm.device, tokens if first else x, out, group=comm.group
         )
 
+    def forward_one_chunk(self, fwd_chunk_id, args, *others, **named):
+        """Run the forward of a micro-batch; called by the schedule. torch 2.11 refuses inputs with gaps."""
+        args = [one.clone(memory_format=torch.contiguous_format) for one in args]
+        return super().forward_one_chunk(fwd_chunk_id, tuple(args), *others, **named)
+
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         """Run the backward of a micro-batch as one of the engine's; called by the schedule."""
         outputs = [loss] if self.is_last else self.fwd_cache[bwd_chunk_id][0]
