@@ -13,7 +13,7 @@ import pytest
 import torch
 from browsing import chromium
 from matrix import MORE_CELLS, QUICK
-from places import LOCAL, RECORDS, ROOT
+from places import LOCAL, RECORDS
 from sampling import RECORD, by_property, known_seconds, part, recorded, sample, seconds_of
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
 from training import ALL, ENGINES, SEVEN, STAGES
