@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.engine.guards import check_hooks
 from common.engine.validation import check_numbers
 from common.engines import find_engine
 from common.errors import InputError
+from common.probes import check_hooks
 from common.ranks.lanes import backend_of, device_of
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}

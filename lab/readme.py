@@ -6,6 +6,7 @@ readme.toml has the source of each text.
 
 import importlib
 import inspect
+import itertools
 import json
 import re
 import tomllib
@@ -13,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from common import models
+from common.calls import TABLE as CALLS
 from common.engine.mixed_precision import DTYPES
 from common.engines import ENGINES, STAGES, find_engine
 from common.measure.tables import Table, show_bytes
@@ -186,6 +188,36 @@ def teeth_table(results):
     note = f"{counts['passed']:,} tests passed, {counts['failed']} failed in {counts['seconds'] / 60:.1f} minutes, "
     note += f"two at a time; {results['suite']['hardware']}"
     return "\n\n".join([teeth.markdown(), Table("", ("tests in", "minutes"), rows, note=note).markdown()])
+
+
+def calls_table():
+    """What is looked at before each call, where it is refused, and how many cells there are of both, as Markdown."""
+    calls, states, places = CALLS["before"], CALLS["states"], CALLS["refused"]
+    why = {
+        call: [*looks, *(where for where, row in places.items() if call in row["calls"])]
+        for call, looks in calls.items()
+    }
+    refused = Counter(s for s, call in itertools.product(states, calls) if not set(states[s]).isdisjoint(why[call]))
+    number = refused.total()
+    note = (
+        f"{len(states)} states and {len(calls)} calls: {len(states) * len(calls) - number} cells are right, {number} "
+    )
+    note += "refused. In fp32 stages 0 to 2 keep a weight written past the engine, and refuse fewer."
+    rows = [(f"`{call}`", ", ".join(of) or "-", ", ".join(why[call][len(of) :]) or "-") for call, of in calls.items()]
+    lines = [(where, f"`{row['line']}`") for where, row in places.items()]
+    stand = [(state, str(refused[state]), ", ".join(of) or "-") for state, of in states.items()]
+    tables = (
+        Table("", ("call", "looks before it", "refused"), rows, words=(0, 1, 2), note=note),
+        Table("", ("look", "refuses unless"), CALLS["looks"].items(), words=(0, 1)),
+        Table("", ("refused", "line"), lines, words=(0, 1)),
+        Table("", ("where an engine may stand", "calls refused", "why"), stand, words=(0, 2)),
+    )
+    return "\n\n".join(table.markdown() for table in tables)
+
+
+def calls_alone():
+    """The calls that a rank may make by itself."""
+    return ", ".join(f"`{call}`" for call in CALLS["alone"]["calls"])
 
 
 def scores_table():

@@ -29,8 +29,8 @@ from functools import partial
 import torch
 
 from common.engine import EngineBase, Owned, layout
-from common.engine.validation import check_elementwise
 from common.errors import InputError
+from common.probes import check_elementwise
 from common.tensors import length
 from common.tiers.accounting import Move, TieredAccounting
 from common.tiers.bus import Bus
@@ -123,7 +123,7 @@ class OffloadEngine(EngineBase):
         gradient, parameter.grad = parameter.grad, None
         self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
-        while self.reduce_grads and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.state.reduces and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 
@@ -160,13 +160,13 @@ class OffloadEngine(EngineBase):
     def begin_step(self):
         """Wait for a delayed update of the last step: the gradients of this one were computed without it."""
         self.landed = int(any(bucket.stepping is not None for bucket in self.buckets))
-        self._failed = True  # until it is complete
+        self.state.failed = True  # until it is complete
         self.synchronize()
-        self._failed = False
+        self.state.failed = False
 
     def update(self):
         """Phase 4. Begin every step on the host, take those on the device, and wait for all unless they are delayed."""
-        self._failed = True  # until all is begun
+        self.state.failed = True  # until all is begun
         for bucket in self.buckets:
             bucket.stepping = [self.step_optimizer_shard(bucket, shard) for shard in bucket.optimizer_shards]
         if not self.delayed_update or self.updates < self.warmup_steps:

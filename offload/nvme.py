@@ -32,8 +32,8 @@ import torch
 
 import stage3_param
 from common.engine import accounting, units
-from common.engine.validation import check_elementwise, check_swapped
 from common.errors import InputError
+from common.probes import check_elementwise, check_swapped
 from common.tiers.accounting import STATES, TIERS, Move, TieredAccounting, moves_of_sums
 from common.tiers.bus import Bus
 from common.tiers.disk import Disks, refuse_state_dict
@@ -172,13 +172,13 @@ class InfinityEngine(stage3_param.Engine):
     def after_forward(self, unit, has_outputs):
         """Phase 2. As in stage 3. A module that is called directly reports a failed disk, too."""
         super().after_forward(unit, has_outputs)
-        if not (self.in_forward or any(other.depth for other in self.units) or all(other.pins for other in self.units)):
+        if not (self.state.inside or any(one.depth for one in self.units) or all(one.pins for one in self.units)):
             self.disks.agree()
 
     def end_forward(self):
         """Read ahead the units that backward begins with, if there will be one."""
         super().end_forward()
-        if self.grad_enabled:
+        if self.state.records:
             self.read_ahead(self.backward_prefetch.upcoming(READ_AHEAD, anew=True))
         elif not all(unit.pins for unit in self.units):  # within gathered() each rank may run as often as it likes
             self.disks.agree()

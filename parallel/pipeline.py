@@ -99,7 +99,7 @@ class Stage(PipelineStage):
         if not isinstance(engine, EngineBase) or engine.axes.pipeline is None:
             raise InputError("a stage runs an engine built with model_parallel=Axes(pipeline=group), not its module")
         with engine.axes.share_errors():
-            engine.guards.check_trainable()
+            engine.guards.gradients()
         self.engine, comm, model = engine, engine.axes.pipeline, engine.module
         block = next(block for block in model.blocks if not isinstance(block, nn.Identity))
         shape = samples, model.window - 1, block.attention.out.out_features

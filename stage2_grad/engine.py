@@ -57,7 +57,7 @@ class Engine(EngineBase):
         gradient, parameter.grad = parameter.grad, None
         self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
-        while self.reduce_grads and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.state.reduces and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 

@@ -115,7 +115,7 @@ class Engine(stage3_param.Engine):
         super().finish_backward()
         self.accounting.kept_back += not self.crossing
 
-    def require_gradients(self, call):
+    def reduce_pending(self):
         """Also reduce sums of this node that did not cross."""
         self.crossing = True
-        super().require_gradients(call)
+        super().reduce_pending()

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from common.calls import entered, entering
 from common.checkpoint import checkpoint, model_state, weights
 from common.errors import InputError
 from common.measure.memory import storage_bytes
@@ -19,10 +20,6 @@ from common.ranks.nodes import new_group
 from common.tensors import end_to_end, past_subclasses
 
 _groups = weakref.WeakKeyDictionary()  # process group -> the group of its saves, as long as the first lives
-
-# A caller may save within torch.inference_mode(). Tensors made in that mode cannot be written by another thread, such
-# as the collectives' lane.
-in_ordinary_mode = torch.inference_mode(False)
 
 
 class Files:
@@ -35,7 +32,7 @@ class Files:
         for bucket in self.buckets:
             bucket.bits = None
 
-    @in_ordinary_mode
+    @entered("full_state_dict()")
     def full_state_dict(self, to_rank=None):
         """The whole model, a collective: keys of model.state_dict(), full tensors on the CPU.
 
@@ -52,7 +49,6 @@ class Files:
         if to_rank is not None and to_rank not in range(self.world_size):
             ranks = f"0 to {self.world_size - 1}"
             raise InputError(f"to_rank={to_rank}: give a rank, {ranks}, the same on all of them; None gives it to all")
-        self.guards.check_places()
         self.synchronize()
         self.buffers.broadcast()
         extra = model_state.extra_state_of_rank_0(self)
@@ -73,13 +69,12 @@ class Files:
     @past_subclasses  # a hook that reads a freed weight is refused, by the key that it adds
     def state_as_it_stands(self):
         """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
-        self.naming = True
+        self.state.names_state = True
         try:
             return self._module.state_dict(keep_vars=True)
         finally:
-            self.naming = False
+            self.state.names_state = False
 
-    @in_ordinary_mode
     def save(self, path, extra=None, wait=True):
         """Write a checkpoint that any stage at any world size can load, in place of the one there. A collective.
 
@@ -100,11 +95,10 @@ class Files:
         Warns:
             RuntimeWarning: the checkpoint is saved, but older files could not be removed.
         """
-        self.guards.check_places()
-        self.synchronize()
-        self.finish_saving()
-        self.buffers.broadcast()
-        with self.axes.share_errors():
+        with entering(self, "save()" if wait else "save(wait=False)"), self.axes.share_errors():
+            self.synchronize()
+            self.finish_saving()
+            self.buffers.broadcast()
             if wait:
                 return checkpoint.write(self.comm, path, checkpoint.Snapshot(self, path, extra))
             self.saving = Saving(self, path, extra)
@@ -116,28 +110,28 @@ class Files:
         if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
             saving.wait()
 
-    @in_ordinary_mode
+    @entered("load()")
     def load(self, path, read=None):
         """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.load`."""
-        self.zero_grad()
+        self.drop_gradients()
         self.synchronize()
         self.finish_saving()
         extra = checkpoint.load(self, path, read)
         self._initial.unset.clear()
-        self.weight_writes.made(self.buckets + self.frozen)
+        self.weights_changed()
         return extra
 
-    @in_ordinary_mode
+    @entered("load_weights()")
     def load_weights(self, file, read=None):
         """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
 
         See `weights.py`. The optimizer's states stay: begin with a fresh engine, unless they fit the new weights too.
         """
-        self.zero_grad()
+        self.drop_gradients()
         self.synchronize()
         with self.axes.share_errors():
             self._initial.take_from_file(weights.load(self, file, read))
-        self.weight_writes.made(self.buckets + self.frozen)
+        self.weights_changed()
 
 
 class Saving:

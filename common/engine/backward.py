@@ -2,6 +2,7 @@
 
 import contextlib
 
+from common.calls import entered, entering
 from common.engine.mixed_precision import running_backward
 from common.engine.reentrant import mark_gradients_in_parts
 from common.errors import InputError
@@ -13,6 +14,7 @@ class Backward:
 
     nodes_used = 0  # the count of graph nodes when the last one ended
 
+    @entered("backward()")
     def backward(self, loss, retain_graph=False):
         """Backpropagate a scalar loss and, unless under `no_sync`, reduce the gradients to their mean.
 
@@ -42,44 +44,45 @@ class Backward:
 
         In fp16 it begins from a loss that is `scaled`.
         """
-        self.comm.traffic.phase = "backward"
-        self.guards.check_trainable()
-        self._failed, self.unfinished, self.retains_graph = True, self.sync_gradients, retain_graph
-        self._begin_gradients()
-        for output in outputs:
-            mark_gradients_in_parts(output)
-        self.begin_backward()
-        self.reduce_grads = self.sync_gradients
-        try:
-            with running_backward.of_loss_scaled_by(self._scale):
-                yield
-            if self.sync_gradients:
-                self.finish_backward()
-        except RuntimeError as error:
-            self.guards.name_freed(error)
-            raise
-        finally:
-            # Later gradients come from another engine's backward: ranks may disagree on it, so they wait for step().
-            self.reduce_grads = self.retains_graph = False
-        self.accounting.backwards += 1
-        self.accounting.reductions += self.sync_gradients
-        self._failed, self.unfinished, self.nodes_used = False, None, graph_nodes_made()
+        state = self.state
+        with entering(self, "receiving_gradients()"):
+            self.comm.traffic.phase = "backward"
+            state.failed, state.unfinished, state.retains_graph = True, state.syncs, retain_graph
+            self._begin_gradients()
+            for output in outputs:
+                mark_gradients_in_parts(output)
+            self.begin_backward()
+            state.reduces = state.syncs
+            try:
+                with running_backward.of_loss_scaled_by(self._scale), state.running("a backward"):
+                    yield
+                if state.syncs:
+                    self.finish_backward()
+            except RuntimeError as error:
+                self.guards.name_freed(error)
+                raise
+            finally:
+                # Later gradients come from another engine's backward: ranks may disagree on it, so they wait.
+                state.reduces = state.retains_graph = False
+            self.accounting.backwards += 1
+            self.accounting.reductions += state.syncs
+            state.failed, state.unfinished, self.nodes_used = False, None, graph_nodes_made()
         self.in_checkpoints.clear()
 
     @contextlib.contextmanager
     def no_sync(self):
         """Accumulate gradients on this rank: backwards in this context do not communicate."""
-        before, self.sync_gradients = self.sync_gradients, False
+        before, self.state.syncs = self.state.syncs, False
         try:
             yield
         finally:
-            self.sync_gradients = before
+            self.state.syncs = before
 
     def _report_gradient(self, name, parameter):
         if parameter.grad is None:
             return  # as from a reentrant checkpoint of a constant
         if running_backward.loss_scale is None:
-            parameter.grad, self._failed, self.unfinished = None, True, False
+            parameter.grad, self.state.failed, self.state.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that, not loss.backward()")
         bucket = self.bucket_of[parameter]
         if bucket.are_freed:

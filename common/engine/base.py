@@ -18,6 +18,8 @@ from functools import partial
 
 import torch
 
+from common import probes
+from common.calls import TrainingState, entered
 from common.checkpoint.files import Files
 from common.engine import building, layout, ties, validation
 from common.engine.accounting import Accounting
@@ -27,13 +29,14 @@ from common.engine.buffers import Buffers
 from common.engine.gradients import gradients
 from common.engine.guards import Guards, NoModule, engine_of
 from common.engine.hooks import Hook
-from common.engine.master_weights import alone, groups_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.snapshots import continue_from, restore, snapshot
 from common.engine.validation import BATCH_NORMS
 from common.engine.weight_writes import WeightWrites, gathered
 from common.errors import InputError
 from common.measure.memory import HOST
+from common.probes import alone, groups_of
+from common.ranks import trace
 from common.ranks.axes import ALONE, Axes
 from common.ranks.collectives import Collectives
 from common.tensors import map_tensors
@@ -131,8 +134,8 @@ class EngineBase(Backward, Files, NoModule):
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             ties.check_tensors(model)
             self.param_groups = validation.check_groups(model, param_groups, ties.tie(model))
-            settings["param_groups"] = [validation.plain(group) for group in self.param_groups]
-            self.whole_bytes, settings["the optimizer of whole groups"] = validation.check_whole(
+            settings["param_groups"] = [probes.plain(group) for group in self.param_groups]
+            self.whole_bytes, settings["the optimizer of whole groups"] = probes.check_whole(
                 optimizer, self.param_groups, model.named_parameters(), self.comm
             )
             self._kept_fp32 = validation.check_kept(model, keep_fp32)
@@ -143,7 +146,7 @@ class EngineBase(Backward, Files, NoModule):
         except InputError as error:
             agreed = error
         self.axes.agree(agreed, self.comm)
-        self.comm.owner = validation.name_of(self, self.comm)
+        self.comm.owner = trace.name_of(self, self.comm)
         self.bucket_bytes = bucket_mb * 2**20
 
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
@@ -152,11 +155,8 @@ class EngineBase(Backward, Files, NoModule):
         self.bucket_of, self.in_checkpoints, self.handles = {}, set(), []
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
-        self.sync_gradients, self.in_forward, self.grad_enabled, self.reduce_grads = True, False, False, False
-        # Updates in all, kept in checkpoints; the factor on a step's gradients; whether the backward that runs, or
-        # failed, reduces.
-        self.updates, self._factor, self.unfinished = 0, None, None
-        self.naming = self.stepping = self._failed = self.retains_graph = False
+        self.state = TrainingState()
+        self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; the factor on a step's gradients
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.axes.mark(model)
         with self.axes.share_errors():
@@ -168,11 +168,11 @@ class EngineBase(Backward, Files, NoModule):
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()  # gradients may arrive in another engine's backward first
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
-        self.guards, self.accounting = Guards(self), self.accounting_class(self)
+        self.accounting = self.accounting_class(self)
         self.optimizer = building.optimizer_over(self.buckets, optimizer, self.param_groups, param_groups is None)
         self._group_of = groups_of(self.optimizer)
-        self.guards.take_optimizer()
         self.weight_writes = WeightWrites(self.buckets + self.frozen)
+        self.guards = Guards(self)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
 
@@ -182,25 +182,17 @@ class EngineBase(Backward, Files, NoModule):
         self.synchronize()
         return self._module
 
+    @entered("engine()", ordinary=False)
     def __call__(self, *args, **kwargs):
         """The module's own forward, with inputs moved to the engine's device, floating ones cast to the precision."""
         self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
-        if self._failed:
-            self.wait_in_flight()
-            self.zero_grad()
-            self.in_checkpoints.clear()
-        self._initial.check_set()
-        self.guards.check_parameters()
         self._begin_gradients()
         torch.clear_autocast_cache()  # it keeps casts of weights whose graph or values may be gone
-        self.grad_enabled, self.in_forward = torch.is_grad_enabled(), True
-        try:
+        with self.state.running("a forward", records=torch.is_grad_enabled()):
             self.begin_forward()
             self.buffers.before_forward()
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
             self.end_forward()
-        finally:
-            self.grad_enabled = self.in_forward = False
         return out
 
     def _begin_gradients(self):
@@ -214,6 +206,7 @@ class EngineBase(Backward, Files, NoModule):
     def _scale(self):
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
+    @entered("step()")
     def step(self):
         """Clip, update the parameters, release the gradients; return a `StepResult`.
 
@@ -223,12 +216,7 @@ class EngineBase(Backward, Files, NoModule):
             RuntimeError: there was no backward since the last step; or a gradient has another loss scale than this
                 engine's, from another engine's backward or because `loss_scaler` was replaced.
         """
-        if self._failed:
-            self.zero_grad()
-        self.guards.end_lone_runs()
-        self.guards.check_parameters()
-        self.guards.check_step()
-        self.require_gradients("step")
+        self.reduce_pending()
         self.comm.traffic.phase = "step"
         self.begin_step()
         self.guards.check_scales()
@@ -237,27 +225,30 @@ class EngineBase(Backward, Files, NoModule):
             self.accounting.before_update()
             self.update()
             self.updates += 1
-            self.weight_writes.made(self.buckets)
-        self.zero_grad()
+            self.weights_changed(self.buckets)
+        self.drop_gradients()
         return result
+
+    def weights_changed(self, buckets=None):
+        """The engine itself has changed weights of these buckets, or of all."""
+        self.weight_writes.made(self.buckets + self.frozen if buckets is None else buckets)
+        self.regather()
+        self.weight_writes.renew()
 
     @property
     def takes_norm(self):
         """Whether a step takes the norm of its gradient."""
         return self.clip_norm is not None or self.skip_norm is not None
 
-    def require_gradients(self, call):
-        """Reduce what is pending, of backwards under no_sync or of other engines; RuntimeError without a gradient."""
-        self.guards.check_trainable()
-        if any(bucket.pending for bucket in self.buckets):  # no backward of this engine has reduced them
+    def reduce_pending(self):
+        """Reduce what no backward of this engine has reduced: gradients of those under no_sync, or of other engines."""
+        if any(bucket.pending for bucket in self.buckets):
             self.finish_backward()
             self.accounting.reductions += 1
-        if not all(bucket.has_gradient for bucket in self.buckets):
-            raise RuntimeError(f"{call}() without a backward() since the last step")
 
     def step_shard(self, shard):
         """Step the optimizer over one `OptimizerShard`, with its gradients cast to fp32."""
-        self._failed = True  # until `zero_grad`, which ends the step
+        self.state.failed = True  # until the gradients are dropped, which ends the step
         gradient, lender = shard.mean, shard.tier or self.comm
         if gradient.dtype != torch.float32:
             gradient = lender.scratch(len(gradient), torch.float32).copy_(gradient)
@@ -269,29 +260,32 @@ class EngineBase(Backward, Files, NoModule):
                 self.call_optimizer()
         finally:
             shard.master.grad = None
-        if shard.is_apart:
-            shard.stepped.copy_(shard.master.detach())
+            if shard.is_apart:  # after an exception too: there may be nothing yet
+                shard.stepped.copy_(shard.master.detach())
 
     def call_optimizer(self):
         """Call `optimizer.step()`. If shards step by themselves, it does nothing, and only schedulers notice."""
-        self.stepping = True
+        self.state.steps_optimizer = True
         try:
             self.optimizer.step()
         finally:
-            self.stepping = False
+            self.state.steps_optimizer = False
 
+    @entered("zero_grad()")
     def zero_grad(self):
         """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
-        self.guards.end_lone_runs()
-        self.guards.finish_failed_backward()
-        if self._failed:  # shards were stepped, all of them or a part
+        self.drop_gradients()
+
+    def drop_gradients(self):
+        """Drop the gradients since the last step."""
+        if self.state.failed:  # shards were stepped, all of them or a part
             self.weight_writes.accept_all()
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
             bucket.forget()
         self.accounting.forget()
-        self._failed = False
+        self.state.failed = False
 
     def train(self, mode=True):
         """Set the module's training mode."""
@@ -310,8 +304,8 @@ class EngineBase(Backward, Files, NoModule):
     # ---- phases that only some stages have --------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """Validate that it can step on the device of its states; see `validation.check_elementwise`."""
-        return validation.check_elementwise(optimizer, self.comm.device)
+        """Validate that it can step on the device of its states; see `probes.check_elementwise`."""
+        return probes.check_elementwise(optimizer, self.comm.device)
 
     def begin_forward(self):
         """Before the module runs."""
@@ -321,6 +315,9 @@ class EngineBase(Backward, Files, NoModule):
 
     def begin_backward(self):
         """Before autograd runs."""
+
+    def regather(self):
+        """Weights have changed while contexts hold them gathered."""
 
     def begin_step(self):
         """Before the step decides whether to update."""

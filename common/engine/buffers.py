@@ -12,7 +12,7 @@ class Buffers:
 
     def __init__(self, module, comm, broadcasts):
         self._module, self._comm, self._broadcasts = module, comm, broadcasts
-        self._common = None  # the bits at the last evaluation, on all ranks; None after training
+        self._common = None  # the bits when they were last alike on all ranks; None if they may not be so now
         self._apart = 0  # open contexts in which ranks may run the model unequally often
 
     @property
@@ -24,22 +24,33 @@ class Buffers:
         """Give every rank the buffers of rank 0, if a step may follow or if they differ.
 
         Other code, such as update_bn, may write buffers between two evaluations, on some ranks only. So ranks compare.
-        Within `gathered` ranks may run unequally often, and each checks its own.
+        Within `gathered` they are alike, until they are written.
         """
-        if self._module.training or (torch.is_grad_enabled() and not self._apart):
+        training, records = self._module.training, torch.is_grad_enabled()
+        if self._apart:
+            if (records or not training) and self._bits() != self._common:
+                self.broadcast()
+                self._common = self._bits()
+        elif training or records:
             self.broadcast()
             self._common = None
-        elif self._distinct():
+        else:
+            self._make_alike()
+
+    def _make_alike(self):
+        """Give every rank the buffers of rank 0, if they differ."""
+        if self._distinct():
             own = self._bits()
-            known = own == self._common if self._apart else self._alike(own)
-            if not known:
+            bits = torch.tensor([own, -own], device=self._comm.device)
+            if host_value(self._comm.maximum(bits, "whether the buffers are alike").sum(), 0) != 0:
                 self.broadcast()
-                own = self._bits()
-            self._common = own
+            self._common = self._bits()
 
     @contextlib.contextmanager
     def apart(self):
         """In this context ranks may run the model unequally often."""
+        if not self._apart:
+            self._make_alike()
         self._apart += 1
         try:
             yield
@@ -58,13 +69,9 @@ class Buffers:
             # Through .data, which autograd's version count does not see: no backward to come reads them.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
-    def _alike(self, own):
-        bits = torch.tensor([own, -own], device=self._comm.device)
-        return host_value(self._comm.maximum(bits, "whether the buffers are alike").sum(), 0) == 0
-
     def _bits(self):
-        """A checksum of the buffers; a constant under fake tensors."""
-        return 0 if self._comm.simulated else checksum(self._packed())
+        """A checksum of the buffers, if there are any; a constant under fake tensors."""
+        return checksum(self._packed()) if self._distinct() and not self._comm.simulated else 0
 
     def _packed(self):
         whole = [buffer.detach().clone(memory_format=torch.contiguous_format) for buffer in self._distinct()]

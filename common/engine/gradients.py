@@ -1,9 +1,11 @@
 """The mean gradient between backward and step, whole on every rank, to read or write."""
 
 import contextlib
+from functools import partial
 
 import torch
 
+from common.calls import entering, kept
 from common.errors import InputError
 from common.ranks.agreement import check_agreement
 from common.tensors import checksum, end_to_end
@@ -26,19 +28,18 @@ def gradients(engine, *modules, write=False):
         RuntimeError: there was no backward since the last step.
         InputError: an entry differs between ranks, or has another shape than its parameter. Nothing is kept.
     """
-    engine.require_gradients("gradients")
-    engine.comm.traffic.phase = "gradients"
-    wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
-    places = {name: None for name, p in engine._module.named_parameters() if p in wanted and p.requires_grad}
-    for bucket in engine.buckets:
-        if not wanted.isdisjoint(bucket.members.values()):
-            whole = _whole_mean(engine, bucket).float() / engine._scale
-            places |= {n: (bucket, bucket.view(whole, n)) for n in bucket.members if n in places}  # as it is
+    with entering(engine, "gradients(write=True)" if write else "gradients()"):
+        engine.reduce_pending()
+        engine.comm.traffic.phase = "gradients"
+        wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
+        places = {name: None for name, p in engine._module.named_parameters() if p in wanted and p.requires_grad}
+        for bucket in engine.buckets:
+            if not wanted.isdisjoint(bucket.members.values()):
+                whole = _whole_mean(engine, bucket).float() / engine._scale
+                places |= {n: (bucket, bucket.view(whole, n)) for n in bucket.members if n in places}  # as it is
     found = {name: place.clone() if write else place for name, (_, place) in places.items()}
-    yield found
-    if write:
-        _agree(engine, places, found)
-        _keep(engine, places, found)
+    with kept(engine, partial(_keep, engine, places, found)) if write else contextlib.nullcontext():
+        yield found
 
 
 @torch.no_grad()
@@ -53,7 +54,6 @@ def _whole_mean(engine, bucket):
     return kept if len(kept) == bucket.padded_numel else engine.shard_comm.everyones(kept, bucket.name).view(-1)
 
 
-@torch.no_grad()
 def _agree(engine, places, found):
     """Refuse, on every rank, entries that are no gradients of these parameters, or differ between ranks."""
     comm, misfit, how = engine.comm, None, "write the same on every rank; nothing of it is kept"
@@ -75,13 +75,16 @@ def _agree(engine, places, found):
         engine.axes.agree(agreed, comm, "what was written")
 
 
-@torch.no_grad()
 def _keep(engine, places, found):
-    """Have each optimizer shard keep its part of the entries that changed, in fp32."""
+    """Have each optimizer shard keep its part of the entries that changed, in fp32, if there still is a gradient."""
+    if not any(bucket.has_gradient for bucket, _ in places.values()):
+        return
+    _agree(engine, places, found)
     written = {}  # bucket -> {name: flat}
     for name, (bucket, place) in places.items():
         if not torch.equal(found[name], place):
             written.setdefault(bucket, {})[name] = found[name].detach().float().reshape(-1) * engine._scale
+            place.copy_(found[name])
     for bucket, of_name in written.items():
         engine.accounting.looks.append(("written", bucket, bucket.widen_mean()))
         for shard in bucket.optimizer_shards:

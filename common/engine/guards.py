@@ -3,27 +3,25 @@
 `zero_grad` works: gradients lie in the engine, not in `parameter.grad`, and it drops them.
 """
 
-import functools
 import hashlib
 import re
 import types
 import weakref
 from collections import defaultdict
 
-from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from common import patches
 from common.engine.hooks import Hook
 from common.engine.weight_writes import HOW
 from common.errors import InputError
+from common.probes import WHERE_TO_WRITE, refuse_hook
 from common.tensors import length, past_subclasses
 
 HOW_TO_CHANGE = (
     "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build an "
     "engine of it, and write engine.continue_from(old_engine)"
 )
-WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 INSTEAD = {  # attribute of an nn.Module -> what to write
     "parameters": "write engine.module.parameters()",
     "named_parameters": "write engine.module.named_parameters()",
@@ -36,16 +34,33 @@ engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, wh
 
 
 class Guards:
-    """Watches an engine's parameters and its optimizer, without a reference that keeps the engine alive."""
+    """Watches an engine's parameters and its optimizer, without a reference that keeps the engine alive.
+
+    The optimizer takes no hooks and no further parameters. The looks of `calls.toml` are methods here, by their names.
+    """
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
         for module in engine._module.modules():
             engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
+        optimizer, drop = engine.optimizer, Hook(engine.zero_grad)
+        optimizer.zero_grad = lambda set_to_none=True: drop()
+        optimizer.register_state_dict_post_hook(Hook(self._mark_state_dict))
+        optimizer.register_load_state_dict_pre_hook(Hook(self._check_state_dict))
+        optimizer.register_step_pre_hook(Hook(self.before_optimizer))
+        optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
+        optimizer.add_param_group = _refuse_group
+        self._own_step = _watched(optimizer.step)
+        self.values, self.writes = engine._initial.check_set, engine.weight_writes.check
+
+    # ---- what the table asks for before a call -------------------------------------------------------------------
 
     @past_subclasses
-    def check_parameters(self):
-        """Refuse parameters that were added or removed since the engine was built: they would not be trained."""
+    def members(self):
+        """Refuse parameters that were added or removed since the engine was built: they would not be trained.
+
+        Copy data set by `parameter.data = tensor` to the parameter's place, or refuse it.
+        """
         engine = self._engine
         names = {parameter: name for name, parameter in engine._module.named_parameters()}
         for parameter, name in names.items():
@@ -55,13 +70,7 @@ class Guards:
             members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
             gone = next(name for name, parameter in members if parameter not in names)
             raise InputError(f"{gone!r} has left the model; {HOW_TO_CHANGE}")
-        self.check_places()
-        engine.weight_writes.check()
-
-    @past_subclasses
-    def check_places(self):
-        """Copy data set by `parameter.data = tensor` to the parameter's place, or refuse it."""
-        for bucket in self._engine.buckets + self._engine.frozen:
+        for bucket in engine.buckets + engine.frozen:
             bucket.note_strays()
             strays = [name for name in bucket.members if name in bucket.strays]
             bucket.strays.clear()
@@ -80,7 +89,7 @@ class Guards:
                 parameter.data = place
 
     @past_subclasses
-    def check_trainable(self):
+    def gradients(self):
         """Refuse weights frozen or thawed since: a frozen one would still be stepped, a thawed one not be trained.
 
         Refuse gradients written to `parameter.grad` too: no step would take them.
@@ -98,25 +107,33 @@ class Guards:
         if not self._engine.buckets:
             raise InputError("no parameter was trainable when the engine was built: the engine can only run forward")
 
-    def end_lone_runs(self):
-        """Unpin units that are held for modules whose run an exception ended."""
-        for watch in self._engine.watches:
-            watch.give_up()
+    def recover(self):
+        """After an exception: unpin units whose run it ended, finish the backward, and drop the step's gradients.
 
-    def finish_failed_backward(self):
-        """Finish a backward that raised, on each rank elsewhere: run the collectives that others wait for.
-
-        The last one shows that all ranks have come here.
+        A backward may have raised on each rank elsewhere, so the collectives that others wait for run here. The last
+        one shows that all ranks have come.
         """
-        engine = self._engine
-        if engine.unfinished is None:
+        engine, state = self._engine, self._engine.state
+        if state.inside:
             return
-        engine.reduce_grads, engine.unfinished = engine.unfinished, None
-        try:
-            engine.finish_backward()
-        finally:
-            engine.reduce_grads = False
-        engine.comm.maximum(engine.comm.buffer(1), "the end of a backward that failed")
+        for watch in engine.watches:
+            watch.give_up()
+        if state.unfinished is not None:
+            state.reduces, state.unfinished = state.unfinished, None
+            try:
+                engine.finish_backward()
+            finally:
+                state.reduces = False
+            engine.comm.maximum(engine.comm.buffer(1), "the end of a backward that failed")
+        if state.failed:
+            engine.wait_in_flight()
+            engine.drop_gradients()
+            engine.in_checkpoints.clear()
+
+    def keep(self):
+        """Keep what was written so far within contexts for writing."""
+        for keep in self._engine.state.kept:
+            keep()
 
     def _before_load_state_dict(self, module, *_):
         bucket_of, writes = self._engine.bucket_of, self._engine.weight_writes
@@ -159,17 +176,6 @@ class Guards:
             if names:
                 bucket.drop(names)
 
-    def take_optimizer(self):
-        """Watch the engine's optimizer too: it takes no hooks and no further parameters."""
-        optimizer, drop = self._engine.optimizer, Hook(self._engine.zero_grad)
-        optimizer.zero_grad = lambda set_to_none=True: drop()
-        optimizer.register_state_dict_post_hook(Hook(self._mark_state_dict))
-        optimizer.register_load_state_dict_pre_hook(Hook(self._check_state_dict))
-        optimizer.register_step_pre_hook(Hook(self.before_optimizer))
-        optimizer.register_step_pre_hook = optimizer.register_step_post_hook = _refuse_hook
-        optimizer.add_param_group = _refuse_group
-        self._own_step = _watched(optimizer.step)
-
     def _mark_state_dict(self, optimizer, state_dict):
         """A state dict of the optimizer says whose shards its states belong to."""
         state_dict["shard"] = self.own_shard()
@@ -207,17 +213,15 @@ class Guards:
         self._engine.optimizer.step = types.MethodType(step, weakref.proxy(self._engine.optimizer))
         self._own_step = step
 
-    def check_step(self):
+    def optimizer(self):
         """Refuse a `step` that replaced the optimizer's own: not every engine would call it."""
         put = vars(self._engine.optimizer).get("step")  # None if it is the class's
         if put is not None and _watched(put) is not self._own_step:
             raise InputError(f"engine.optimizer.step was replaced after the engine was built; {WHERE_TO_WRITE}")
-        for shard in (shard for bucket in self._engine.buckets for shard in bucket.optimizer_shards):
-            shard.check_states(self._engine.optimizer.state.get(shard.master, {}))
 
     def before_optimizer(self, *_):
         """A hook of the engine's optimizer: refuse a step that the engine does not make."""
-        if not self._engine.stepping:
+        if not self._engine.state.steps_optimizer:
             raise RuntimeError("engine.optimizer.step() has no gradients to step by; write engine.step()")
 
 
@@ -234,16 +238,6 @@ class NoModule:
             "an engine cannot be copied or pickled: it is one rank's part of several; copy engine.module within "
             "engine.gathered(), or write engine.save(path)"
         )
-
-
-def check_hooks(optimizer):
-    """Refuse an optimizer with hooks on its step. torch has no public API to ask for them."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        _refuse_hook()
-
-
-def _refuse_hook(*_, **__):
-    raise InputError(f"a hook of the optimizer's step would be called once per shard; {WHERE_TO_WRITE}")
 
 
 def _refuse_group(*_, **__):
@@ -265,23 +259,15 @@ def _refuse_other_optimizers(optimizer, *_):
         )
 
 
-register_optimizer_step_pre_hook(_refuse_other_optimizers)
+def _drop_gradients(module):
+    """A module's `zero_grad()`: engines drop the gradients of its parameters."""
+    found = defaultdict(set)
+    for parameter in module.parameters():
+        if id(parameter) in engine_of:
+            found[engine_of[id(parameter)]].add(parameter)
+    for engine, parameters in found.items():
+        engine.guards.drop_gradients(parameters)
 
 
-def _heard_by_engines(zero_grad):
-    """nn.Module's `zero_grad`, for which torch has no hook: engines drop the gradients of the module's parameters."""
-
-    @functools.wraps(zero_grad)
-    def drop(module, set_to_none=True):
-        zero_grad(module, set_to_none)
-        found = defaultdict(set)
-        for parameter in module.parameters():
-            if id(parameter) in engine_of:
-                found[engine_of[id(parameter)]].add(parameter)
-        for engine, parameters in found.items():
-            engine.guards.drop_gradients(parameters)
-
-    return drop
-
-
-nn.Module.zero_grad = _heard_by_engines(nn.Module.zero_grad)
+patches.before_optimizers(_refuse_other_optimizers)
+patches.after_zero_grad(_drop_gradients)

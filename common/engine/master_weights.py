@@ -49,9 +49,6 @@ class OptimizerShard:
         """Whether the master weights are a copy, not the parameters themselves."""
         return self.master.dtype != self.stepped.dtype
 
-    def check_states(self, states):
-        """Refuse writes to the optimizer's states, {name: state}, that would be lost: here none is."""
-
     def adopt(self, states):
         """Move states that the optimizer has made, {name: state}, to their tier: here they are in place."""
 
@@ -84,23 +81,3 @@ class OptimizerShard:
             self.gradient_shard.add_(self.carried)
             let_go(self.carried)
             self.carried = None
-
-
-def groups_of(optimizer):
-    """{parameter of an optimizer: the number of its group}."""
-    return {weights: number for number, group in enumerate(optimizer.param_groups) for weights in group["params"]}
-
-
-@contextlib.contextmanager
-def alone(optimizer, weights, group):
-    """In this context the optimizer has only these weights, in their `group`, a number.
-
-    So a `step` that clips gradients by value or clamps weights treats each shard as it would treat the whole.
-    """
-    groups = optimizer.param_groups
-    own = groups[group]
-    listed, own["params"], optimizer.param_groups = own["params"], [weights], [own]
-    try:
-        yield
-    finally:
-        own["params"], optimizer.param_groups = listed, groups

@@ -12,6 +12,7 @@ from torch import nn
 from common.engine.hooks import Guard, Hook, LeafHook
 from common.errors import InputError
 from common.measure.memory import storage_id
+from common.patches import become
 from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
 
 
@@ -68,7 +69,7 @@ class Reader:
             self.engine.unpin(self.unit)
 
     def before_state_dict(self, *_):
-        if not (self.unit.shown or self.engine.naming):
+        if not (self.unit.shown or self.engine.state.names_state):
             raise RuntimeError(
                 f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
                 "module within engine.gathered()"
@@ -152,6 +153,6 @@ class Freed(nn.Parameter):
 def become_readable(parameter):
     """Make a `Freed` an nn.Parameter again."""
     if isinstance(parameter, Freed):
-        parameter.__class__ = nn.Parameter
+        become(parameter, nn.Parameter)
         for name in ("freed_name", "freed_values"):
             vars(parameter).pop(name, None)

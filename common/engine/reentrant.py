@@ -7,18 +7,12 @@ A hook that exists only during a checkpoint's forward notes the weights used ins
 of the loss. So a model without such checkpoints runs without these hooks.
 """
 
-import functools
 import weakref
 
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.checkpoint import CheckpointFunction
-
+from common import patches
 from common.engine.guards import engine_of
-from common.tensors import inside_backward
 
 _inside = weakref.WeakValueDictionary()  # id -> a parameter, of any engine, that such a checkpoint has used
-_watched = []  # the hook, while a checkpoint's forward runs
 
 
 def mark_gradients_in_parts(loss):
@@ -39,31 +33,14 @@ def _leaves(loss):
     return {node.variable for node in found if node.name() == "torch::autograd::AccumulateGrad"}
 
 
-def _noting(forward):
-    """`CheckpointFunction.forward`, for which torch has no hook, with a hook on all modules that run in it."""
-
-    @functools.wraps(forward)
-    def run(*args):
-        if _watched or inside_backward():  # nested, or recomputed
-            return forward(*args)
-        _watched.append(register_module_forward_pre_hook(_note))
-        try:
-            return forward(*args)
-        finally:
-            _watched.pop().remove()
-
-    return run
-
-
-@torch.compiler.disable  # a compiled block would take these notes for constants
 def _note(module, args):
     """A module runs inside of a checkpoint. A weight used so twice gets its gradient in parts."""
     for parameter in module.parameters(recurse=False):
         engine = engine_of.get(id(parameter))
-        if parameter.requires_grad and engine is not None and engine.grad_enabled:
+        if parameter.requires_grad and engine is not None and engine.state.records:
             engine.bucket_of[parameter].fires_in_parts |= parameter in engine.in_checkpoints
             engine.in_checkpoints.add(parameter)
             _inside[id(parameter)] = parameter
 
 
-CheckpointFunction.forward = staticmethod(_noting(CheckpointFunction.forward))
+patches.in_reentrant_checkpoints(_note)

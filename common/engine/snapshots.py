@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from common.calls import entered, entering
 from common.checkpoint import model_state, optimizer_state
 from common.checkpoint.encoding import detached
 from common.checkpoint.files import whole_of
@@ -32,6 +33,7 @@ class Snapshot:
     steps: tuple | None
 
 
+@entered("snapshot()")
 def snapshot(engine, optimizer=True):
     """A copy on the host of the model states that this rank keeps; with `optimizer` of its states and options too.
 
@@ -52,6 +54,7 @@ def snapshot(engine, optimizer=True):
     return Snapshot(engine.guards.own_shard(), weights, buffers, copy.deepcopy(model_state.extra_state(engine)), steps)
 
 
+@entered("restore()")
 @torch.no_grad()
 def restore(engine, snapshot, optimizer=True):
     """Go back to a snapshot of this engine; a collective.
@@ -66,8 +69,7 @@ def restore(engine, snapshot, optimizer=True):
     if optimizer and snapshot.steps is None:
         raise InputError("this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)")
     if optimizer:
-        engine.zero_grad()
-    engine.guards.end_lone_runs()
+        engine.drop_gradients()
     engine.synchronize()
     engine.begin_load()
     for bucket, values in zip(engine.buckets + engine.frozen, snapshot.weights, strict=True):
@@ -83,7 +85,7 @@ def restore(engine, snapshot, optimizer=True):
         optimizer_state.fill(
             engine, groups, lambda bucket, shard: _states_of(engine, bucket, shard, *of_buckets[bucket])
         )
-    engine.weight_writes.made(engine.buckets + engine.frozen)
+    engine.weights_changed()
 
 
 def _take_over(engine, bucket, values):
@@ -95,6 +97,7 @@ def _take_over(engine, bucket, values):
     bucket.take_over(owned.parameters, lambda target, wanted: target.copy_(values[within(wanted, part)]))
 
 
+@entered("continue_from()")
 @torch.no_grad()
 def continue_from(engine, old):
     """Take over weights and optimizer states from the `old` engine, of any stage over the same ranks; a collective.
@@ -103,28 +106,33 @@ def continue_from(engine, old):
     weights and states. New ones keep their initial values, and start from states of zeros, with the others' step count.
     Options are this engine's own.
     """
-    engine.zero_grad()
-    engine.synchronize()
-    engine.begin_load()
-    home = {name: bucket for bucket in old.buckets + old.frozen for name in bucket.slots}
-    of_buckets = {}
-    for bucket in engine.buckets + engine.frozen:
-        known = {n: home[n] for n, slot in bucket.slots.items() if n in home and home[n].slots[n].shape == slot.shape}
-        values = _values(old, known, None)
-        bucket.take_over(engine.owned(bucket).parameters, partial(bucket.fill, values=values))
-        stepped = [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
-        flat, others = {}, {}
-        for one in stepped:
-            elementwise, others = optimizer_state.states(old, one)
-            for state in elementwise:
-                own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
-                values = _values(old, {name: home for name, home in known.items() if home is one}, state)
-                bucket.fill(own, engine.owned(bucket).optimizer, values)
-        of_buckets[bucket] = flat, others
-    optimizer_state.fill(
-        engine, _options(engine), lambda bucket, shard: _states_of(engine, bucket, shard, *of_buckets[bucket])
-    )
-    engine.weight_writes.made(engine.buckets + engine.frozen)
+    with entering(old, "continue_from(old)"):
+        engine.drop_gradients()
+        engine.synchronize()
+        engine.begin_load()
+        home = {name: bucket for bucket in old.buckets + old.frozen for name in bucket.slots}
+        of_buckets = {}
+        for bucket in engine.buckets + engine.frozen:
+            known = {
+                n: home[n] for n, slot in bucket.slots.items() if n in home and home[n].slots[n].shape == slot.shape
+            }
+            values = _values(old, known, None)
+            bucket.take_over(engine.owned(bucket).parameters, partial(bucket.fill, values=values))
+            stepped = (
+                [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
+            )
+            flat, others = {}, {}
+            for one in stepped:
+                elementwise, others = optimizer_state.states(old, one)
+                for state in elementwise:
+                    own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
+                    values = _values(old, {name: home for name, home in known.items() if home is one}, state)
+                    bucket.fill(own, engine.owned(bucket).optimizer, values)
+            of_buckets[bucket] = flat, others
+        optimizer_state.fill(
+            engine, _options(engine), lambda bucket, shard: _states_of(engine, bucket, shard, *of_buckets[bucket])
+        )
+        engine.weights_changed()
 
 
 def _options(engine):

@@ -17,6 +17,7 @@ from common.engine import layout
 from common.engine.hooks import Hook
 from common.engine.mixed_precision import running_backward
 from common.engine.readers import Freed, Reader, become_readable, copy_weights
+from common.patches import become
 from common.tensors import graph_task, inside_backward, past_subclasses, set_versions, tensors_in
 
 # A module is gathered with the root if its parameters are this fraction of the largest unit's, or less: holding them
@@ -215,7 +216,7 @@ class _Watch:
         """
         self.give_up()
         if (
-            self.engine.grad_enabled
+            self.engine.state.records
             and not self.engine.accounting.backwards
             and not self.engine.backward_order.forwards
         ):
@@ -237,7 +238,7 @@ class _Watch:
         self.unit.depth += 1
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
             counts = not self.unit.pins or self.unit.forward_gathers == 0  # while pinned, it is gathered once at most
-            if counts and self.engine.grad_enabled and self.engine.forward_prefetch.now() is not self.unit:
+            if counts and self.engine.state.records and self.engine.forward_prefetch.now() is not self.unit:
                 self.unit.forward_gathers += 1
             self.engine.before_forward(self.unit)
 
@@ -249,7 +250,7 @@ class _Watch:
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
             self.engine.after_forward(unit, has_outputs=bool(tensors))
-            if self.engine.grad_enabled:
+            if self.engine.state.records:
                 call = self.engine.backward_order.note(unit, args, tensors)
                 if call is not None and not tensors:
                     call.gathers = False  # it stays gathered: nothing shows when its backward begins
@@ -334,7 +335,8 @@ class Values:
         """A parameter that is read raises, or moves to the unit that reads it."""
         for name, parameter in self._bucket().members.items() if self.shown else ():
             if type(parameter) is nn.Parameter:  # a user's subclass stays what it is
-                parameter.__class__, parameter.freed_name, parameter.freed_values = Freed, name, weakref.ref(self)
+                become(parameter, Freed)
+                parameter.freed_name, parameter.freed_values = name, weakref.ref(self)
         self.shown = False
 
     @past_subclasses
@@ -372,7 +374,7 @@ class Values:
         """
         engine, bucket = self.engine(), self._bucket()
         running = [unit for unit in engine.units if unit.depth]
-        if inside_backward() or not (running or engine.in_forward):
+        if inside_backward() or not (running or engine.state.inside):
             return False
         first, reader = bucket.unit, max(running, key=lambda unit: len(unit.name), default=None)
         if reader is None or first.module not in reader.module.modules():

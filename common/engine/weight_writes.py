@@ -15,6 +15,7 @@ import contextlib
 
 import torch
 
+from common.calls import entering, kept
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.agreement import check_agreement
@@ -45,6 +46,12 @@ class WeightWrites:
         others = (bucket for bucket in buckets if bucket not in freed)
         torch.autograd.graph.increment_version([p for bucket in others for p in bucket.members.values()])
         self.accept_all(buckets)
+
+    def renew(self):
+        """Within `gathered(write=True)` the engine itself has changed weights: what is there now was not written."""
+        for before in self.open:
+            for parameter, values in before.items():
+                values.copy_(parameter)
 
     @past_subclasses
     def accept(self, tensors):
@@ -112,21 +119,24 @@ def gathered(engine, *modules, write=False):
     Raises:
         InputError: weights were written in a context for reading, or not alike on all ranks.
     """
-    engine.guards.check_parameters()
     wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
     buckets = [b for b in engine.buckets + engine.frozen if not wanted.isdisjoint(b.members.values())]
     members = [(b, name, p) for b in buckets for name, p in b.members.items() if p in wanted]
-    if write:
-        engine.synchronize()
-    with engine.unsharded(buckets), engine.buffers.apart():
-        nodes = graph_nodes_made()
-        if write:
-            with _kept(engine, members):
-                yield
-        else:
-            engine.weight_writes.accept(parameter for _, _, parameter in members)
-            changes, before = engine.weight_writes.changes, {bucket: bucket.sum_of_bits() for bucket in buckets}
-            yield
+    with contextlib.ExitStack() as opened:
+        with entering(engine, "gathered(write=True)" if write else "gathered()"):
+            if write:
+                engine.synchronize()
+            opened.enter_context(engine.unsharded(buckets))
+            if not engine.state.inside:
+                opened.enter_context(engine.buffers.apart())
+            nodes, changes = graph_nodes_made(), engine.weight_writes.changes
+            if write:
+                opened.enter_context(_writing(engine, members))
+            else:
+                engine.weight_writes.accept(parameter for _, _, parameter in members)
+                before = {bucket: bucket.sum_of_bits() for bucket in buckets}
+        yield
+        if not write:
             unseen = changed(before) if changes == engine.weight_writes.changes else []
             _check_read_only(engine.weight_writes, members, unseen)
         for unit in {b.unit for b in buckets} - {None} if graph_nodes_made() > max(nodes, engine.nodes_used) else ():
@@ -149,62 +159,62 @@ def _check_read_only(writes, members, unseen):
 
 
 @contextlib.contextmanager
-def _kept(engine, members):
+def _writing(engine, members):
     """A context in which parameters are written; the engine keeps the writes, or undoes them after an exception."""
-    places = {parameter: bucket.view(bucket.whole_parameters, name) for bucket, name, parameter in members}
-    with torch.inference_mode(False):
-        before = {parameter: place.clone() for parameter, place in places.items()}
-    engine.weight_writes.open.append(before)
-    try:
-        yield
+    writes, places = (
+        engine.weight_writes,
+        {p: bucket.view(bucket.whole_parameters, name) for bucket, name, p in members},
+    )
+    before = {parameter: place.clone() for parameter, place in places.items()}
+
+    def keep():
         _agree(engine.comm, members, places, before)
-    except BaseException:
+        _take_over(engine, members, before)
+
+    def undo():
         for parameter, place in places.items():
             place.data.copy_(before[parameter])
             parameter.data = place
-        engine.weight_writes.accept(places)
-        raise
+        writes.accept(places)
+
+    writes.open.append(before)
+    try:
+        with kept(engine, keep, undo):
+            yield
     finally:
-        engine.weight_writes.open.pop()
+        writes.open[:] = [one for one in writes.open if one is not before]
         for bucket, name, _ in members:
             bucket.strays.discard(name)
-    _take_over(engine, members, before)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _agree(comm, members, places, before):
     """Copy parameters back to their places after `parameter.data = tensor`; compare all ranks."""
+    found, how = [], "write the same on every rank; nothing of it is kept"
     try:
-        moved = {}
         for _, name, parameter in members:
             if parameter.shape != places[parameter].shape:
                 raise InputError(f"{name!r} was written with shape {tuple(parameter.shape)}; keep its shape")
-            if parameter.data_ptr() != places[parameter].data_ptr():
-                moved[parameter] = parameter.detach().clone()
-        for parameter, values in moved.items():
+        moved = [p for _, _, p in members if p.data_ptr() != places[p].data_ptr()]
+        for parameter, values in [(parameter, parameter.clone()) for parameter in moved]:
             places[parameter].data.copy_(values)
             parameter.data = places[parameter]
         for _, name, parameter in members:
-            if _holds_nan(parameter) and not _holds_nan(before[parameter]):
+            if host_value(parameter.isnan().any() & ~before[parameter].isnan().any(), False):
                 raise InputError(
                     f"{name!r} has become NaN, as if made of weights that are not gathered; gathered() without a "
                     "module gathers all of them; nothing of it is kept"
                 )
-        how = "write the same on every rank; nothing of it is kept"
-        found = [(f"{name!r} within gathered(write=True)", checksum(p), how) for _, name, p in members]
+            found.append((f"{name!r} within gathered(write=True)", checksum(parameter), how))
     except InputError as error:
         found = error
     check_agreement(found, comm, "what was written")
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _take_over(engine, members, before):
     """Have each bucket keep the elements that changed. Unchanged ones keep the digits of their master weights."""
     written = {}  # bucket -> {name: (whole parameter, flat; which elements changed)}
     for bucket, name, parameter in members:
-        now = parameter.detach().view(-1)
+        now = parameter.view(-1)
         changed = (_bytes(now) != _bytes(before[parameter].view(-1))).any(1)
         if changed.any():
             written.setdefault(bucket, {})[name] = now, changed
@@ -225,10 +235,6 @@ def _take_over(engine, members, before):
         engine.weight_writes.accept(bucket.masters)
         bucket.bits = None
     engine.weight_writes.accept(parameter for _, _, parameter in members)
-
-
-def _holds_nan(tensor):
-    return host_value(tensor.isnan().any(), False)
 
 
 def _bytes(flat):

@@ -34,6 +34,18 @@ SHOWN = 5  # collectives that a rank prints
 GRACE = 5.0  # seconds that a rank gives the others to print, as its own end may end them
 
 
+_number_of = weakref.WeakKeyDictionary()  # engine -> its number
+
+
+def name_of(engine, comm):
+    """An engine's name in a trace if it is not the first: "engine 2's ", the same on all ranks."""
+    number = 1 + max(_number_of.values(), default=0)
+    if not comm.simulated:
+        number = max(comm.gather_objects(number, "the engines' numbers"))  # some ranks may still hold older engines
+    _number_of[engine] = number
+    return f"engine {number}'s " if number > 1 else ""
+
+
 class RanksParted(RuntimeError):
     """The ranks did not come to the same collective. The message says where each of them is."""
 

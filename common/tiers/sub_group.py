@@ -20,7 +20,8 @@ from common.engine.master_weights import OptimizerShard
 from common.engine.units import is_freed
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import length, within
+from common.patches import become
+from common.tensors import FakeTensor, length, tensors_in, within
 
 
 class TieredBucket(Bucket):
@@ -151,11 +152,31 @@ class TieredBucket(Bucket):
         self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
         on_disk = self.optimizer_shards if self.masters_at.tensor is None else ()
         for shard in on_disk:
-            shard.master.data = self.masters_at.copy(shard.own)
+            shard.show_master(self.masters_at.copy(shard.own))
         yield
         self.parameters = self.parameters_at.tensor
         for shard in on_disk:
-            shard.master.data = shard.stand_in()
+            shard.show_master(shard.stand_in())
+
+
+class StandIn(nn.Parameter):
+    """Stands for values on disk: NaN, one number expanded to all elements. Writing it is refused."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            stand_ins = [tensor for tensor in tensors_in(args) if isinstance(tensor, cls)]
+            versions, problem, result = [tensor._version for tensor in stand_ins], None, None
+            try:
+                result = function(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                problem = error
+            if problem or versions != [tensor._version for tensor in stand_ins]:
+                raise InputError(
+                    "a tensor of engine.optimizer was written, and its values lie on disk: place the optimizer by "
+                    "tiers= on 'cpu' or 'device', or do it in step() of the optimizer that the factory makes"
+                ) from problem
+            return result.as_subclass(cls) if _is_nothing(result) and result is not args[0] else result
 
 
 class SubGroup(OptimizerShard):
@@ -168,13 +189,15 @@ class SubGroup(OptimizerShard):
         super().__init__(slice(begin + own.start, begin + own.stop), tier)
         self._bucket, self.own, self._lent_mean = weakref.ref(bucket), own, None
         self._on_disk = bucket.masters_at.tensor is None
-        self.master = nn.Parameter(self.stand_in() if self._on_disk else bucket.masters_at.tensor[own])
+        values = self.stand_in() if self._on_disk else bucket.masters_at.tensor[own]
+        self.master = values.requires_grad_() if isinstance(values, StandIn) else nn.Parameter(values)
         gradients = bucket.gradients_at.tensor
         self.gradient_shard = None if gradients is None else gradients[own]
 
     def stand_in(self, dtype=torch.float32):
-        """A stand-in for values on disk: one number, expanded."""
-        return torch.full((1,), math.nan).to(dtype).expand(length(self.own))
+        """What stands for values on disk."""
+        nothing = torch.full((1,), math.nan).to(dtype).expand(length(self.own))
+        return nothing if isinstance(nothing, FakeTensor) else nothing.as_subclass(StandIn)
 
     @property
     def bucket(self):
@@ -300,24 +323,21 @@ class SubGroup(OptimizerShard):
 
     def _show(self, optimizer, name, tensor):
         if name is None:
-            self.master.data = tensor
+            self.show_master(tensor)
         else:
             optimizer.state[self.master][name] = tensor
+
+    def show_master(self, tensor):
+        """Let the master weights be this tensor."""
+        self.master.data = tensor
+        if isinstance(tensor, StandIn) or isinstance(self.master, StandIn):
+            become(self.master, StandIn if isinstance(tensor, StandIn) else nn.Parameter)
 
     def _carry(self, bus, source, target, tier):
         if tier.on_host:
             bus.carry("to_host", self.bucket.name, source, target).wait_on_host()
         else:
             bus.carry("to_device", self.bucket.name, target, source).wait_on_host()
-
-    def check_states(self, states):
-        """See `OptimizerShard.check_states`; refuses a write to the stand-in of a state on disk."""
-        for name, value in states.items():
-            if _is_nothing(value) and value._version:
-                raise InputError(
-                    f"{name!r} of engine.optimizer was written, and its values lie on disk: place the optimizer by "
-                    "tiers= on 'cpu' or 'device', or do it in step() of the optimizer that the factory makes"
-                )
 
     # ---- at rest ------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def b():
         def unshard(self, unit, order):
             super().unshard(unit, order)
             place = TRUTHS["b"].place
-            if self.rank == TRUTHS["b"].rank and self.updates and self.grad_enabled:
+            if self.rank == TRUTHS["b"].rank and self.updates and self.state.records:
                 for bucket in unit.buckets:
                     if place in bucket.members:
                         bucket.members[place].data = bucket.values.freed[place]

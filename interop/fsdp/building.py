@@ -87,7 +87,7 @@ def before_state_dict(module, *_):
     """Refuse the state of a module whose parameters are sharded, with FSDP2's names, before the engine does."""
     for parameter in module.parameters(recurse=False):
         engine = engine_of.get(id(parameter))
-        if engine is not None and units.is_freed(parameter) and not engine.naming:
+        if engine is not None and units.is_freed(parameter) and not engine.state.names_state:
             raise InputError(
                 "state_dict() of a sharded module is refused: engine_behind(model).full_state_dict() has the whole "
                 "model, and within engine_behind(model).gathered() modules have their own"

@@ -71,7 +71,7 @@ class Sharded(find_engine("stage3_param")):
     def end_forward(self):
         """A unit that stayed gathered is gathered once."""
         super().end_forward()
-        if self.grad_enabled:
+        if self.state.records:
             self.kept += [u for u in self.units if part_of(u.module).reshard is False and u not in self.kept]
 
     def backward(self, loss, retain_graph=False):

@@ -91,7 +91,7 @@ class FSDPModule:
         if part is None:  # a slice of a Sequential
             return super().__call__(*inputs, **named)
         engine = engine_behind(self)
-        if self is engine._module and not engine.in_forward:
+        if self is engine._module and not engine.state.inside:
             return forward(engine, inputs, named)
         if part.policy.param_dtype is not None:
             inputs, named = map_tensors(engine._cast, inputs), map_tensors(engine._cast, named)

@@ -40,7 +40,7 @@ At hand:
                                                     begun
     self.backward_order.remains(unit)               whether it ran more often in forward than in backward so far
     unit.open                                       whether its backward has begun and not ended
-    self.reduce_grads                               whether this backward communicates gradients
+    self.state.reduces                              whether this backward communicates gradients
     self.reduce(unit)                               reduces the gradients of a unit, by `reduce_scatter`
     self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
@@ -159,13 +159,13 @@ class Engine(EngineBase):
         for bucket in unit.buckets if not unit.pins else ():
             bucket.values.hide()
 
-    def free(self, unit):
-        """Free a unit's full parameters; its shards stay.
+    def free(self, unit, pinned=False):
+        """Free a unit's full parameters, if it is not pinned or `pinned` ones are meant too; its shards stay.
 
         Setting `parameter.data` alone would free nothing, because autograd holds views of the buffer. So the storage
         itself shrinks to nothing. Those views are valid again once it is gathered; until then backward refuses them.
         """
-        if unit.pins or not (unit.gathered or unit.shown):
+        if (unit.pins and not pinned) or not (unit.gathered or unit.shown):
             return
         unit.gathered = False
         for bucket in unit.buckets:
@@ -215,7 +215,7 @@ class Engine(EngineBase):
 
         If it returned no tensor, the start of its backward goes unnoticed, and it stays gathered until backward ends.
         """
-        if has_outputs or not self.grad_enabled:
+        if has_outputs or not self.state.records:
             self.ended.append(unit)
             self.hide(unit)
 
@@ -228,7 +228,7 @@ class Engine(EngineBase):
     def end_forward(self):
         """Keep the units that ended the forward for their backward, if there will be one."""
         self.backward_order.end_forward()
-        if self.keep_last and self.grad_enabled:
+        if self.keep_last and self.state.records:
             self.kept = list(self.ended)
         else:
             self.free_ended()
@@ -238,7 +238,7 @@ class Engine(EngineBase):
     def begin_backward(self):
         """Autograd is about to run."""
         self.backward_prefetch.rewind()
-        self.backward_order.begin_backward(self.kept, self.retains_graph)
+        self.backward_order.begin_backward(self.kept, self.state.retains_graph)
         self.kept, self.in_flight = [], []
 
     def before_recomputation(self, unit):
@@ -338,16 +338,15 @@ class Engine(EngineBase):
             self.step_shard(bucket.optimizer_shard)
 
     def free_all(self):
-        """Free all units: their shards are about to change, and what is gathered would be out of date.
-
-        Raises:
-            RuntimeError: a unit is pinned by a `gathered` context.
-        """
+        """Free all units, pinned ones too: their shards are about to change, so what is gathered is out of date."""
         self.backward_order.forget()
         for unit in self.units:
-            if unit.pins:
-                raise RuntimeError("parameters cannot change within gathered(): leave the context first")
-            self.free(unit)
+            self.free(unit, pinned=True)
+
+    def regather(self):
+        """Gather the units anew that a `gathered` context holds."""
+        for unit in (unit for unit in self.units if unit.pins):
+            self.unshard(unit, units.PrefetchOrder())
 
     def begin_load(self):
         """Before the parameters are read from a file."""

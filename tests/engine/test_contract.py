@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
-from training import batch_loss, make_engine, message_of, same_bits, small_engine, train_step
 from training import inputs as inputs_of
+from training import make_engine, same_bits, small_engine, train_step
 from trap_models import Counting, FewRows, Net
 
 from common import models
@@ -45,29 +45,6 @@ def test_torchs_schedulers_work_unchanged(world, stage, name):
     ours, expected = (scheduled(world, engine, name) for engine in (stage, "baseline:AverageAfterBackward"))
     assert same_bits(ours[0], expected[0])
     assert ours[1] == expected[1]
-
-
-class Broken(torch.optim.SGD):
-    """Raises once, after `shards_left` shards."""
-
-    shards_left = None
-
-    def step(self, closure=None):
-        if self.shards_left == 0:
-            self.shards_left = None
-            raise RuntimeError("broken")
-        self.shards_left = self.shards_left and self.shards_left - 1
-        return super().step(closure)
-
-
-def test_a_step_that_failed_half_way_is_not_repeated_and_leaves_no_gradient(world, stage):
-    engine = make_engine(stage, optimizer=functools.partial(Broken, lr=0.1))
-    engine.optimizer.shards_left = 1
-    engine.backward(batch_loss(engine, world))
-    assert message_of(engine.step) == "broken"
-    assert message_of(engine.step) == "step() without a backward() since the last step"
-    assert all(bucket.optimizer_shard.master.grad is None for bucket in engine.buckets)
-    train_step(engine, world, 1)
 
 
 def test_gradients_from_before_the_engine_do_not_count(world, stage):

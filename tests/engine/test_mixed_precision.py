@@ -195,7 +195,7 @@ def accumulated(world, stage, precision, model, backwards, quiet=False):
     for step in range(2):
         engine.comm.traffic.reset()
         for micro in range(backwards):
-            engine.sync_gradients = not quiet or micro == backwards - 1  # as no_sync does
+            engine.state.syncs = not quiet or micro == backwards - 1  # as no_sync does
             engine.backward(batch_loss(engine, world, step, global_batch=12) / backwards)
         engine.step()
     return engine

@@ -380,9 +380,9 @@ def test_a_state_dict_for_one_rank_is_whole_there_and_nowhere_else(world, engine
     keeps_whole = engine == STAGES[0] or (precision == "fp32" and engine in ("stage1_os", "stage2_grad", "offload"))
     shards = sum(4 * bucket.shard_numel for bucket in made.buckets)
     assert made.comm.traffic.by_collective().get("gather", 0) == (0 if keeps_whole else shards)
-    # Infinity reads its shards one bucket at a time, in whole pages.
+    # Infinity reads its shards one bucket at a time, in whole pages; offload makes checksums to see other writes.
     held, whole = timeline.peak_of("activations"), sum(value.nbytes for value in everywhere.values())
-    assert held < whole if engine == "offload.nvme" else held == 0
+    assert held < whole * {"offload.nvme": 1, "offload": 0.01}.get(engine, 0) or held == 0
 
 
 @pytest.mark.parametrize("rank", [-1, 2, "0"])

@@ -210,15 +210,6 @@ def test_nothing_is_sent_within_gathered(world):
         assert not engine.comm.traffic.sent
 
 
-def test_parameters_do_not_change_within_gathered(world, tmp_path):
-    engine = small_engine(world, "stage3_param")
-    engine.save(tmp_path)
-    engine.backward(loss(engine(inputs(world, 0))))
-    with engine.gathered(engine.module.stem):
-        for change in (engine.step, functools.partial(engine.load, tmp_path)):
-            assert "leave the context first" in message_of(change)
-
-
 # ---- how a model is cut -------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from training import ALL, ENGINES, inputs, message_in_step, message_of, same_bits, small_engine
+from training import ENGINES, inputs, same_bits, small_engine
 from trap_models import WIDTH, Net, Stop, loss, step
 
 from common.engine.mixed_precision import DTYPES
@@ -221,52 +221,6 @@ def test_a_write_within_gathered_is_refused(world, name, precision, road):
     if any(bucket.full_parameters is not None for bucket in made.buckets):  # sharded: weights are unchanged
         assert same_bits(before, made.full_state_dict())
         step(made, inputs(world, 1))
-
-
-@torch.no_grad()
-def clamp_module(engine):
-    engine.module.head.bias.clamp_(-0.01, 0.01)
-
-
-@torch.no_grad()
-def average(engine):
-    """As Lookahead, a swap of averages or a schedule-free eval() does."""
-    for group in engine.optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.lerp_(torch.zeros_like(parameter), 0.5)
-
-
-def after_a_write(world, engine, precision, write):
-    """The messages of the next forward and of the next step."""
-    for next_call in (lambda made: made(inputs(world, 1)), lambda made: made.step()):
-        made = small_engine(world, engine, precision, steps=1)
-        made.backward(loss(made(inputs(world, 1))))
-        write(made)
-        yield message_in_step(next_call, made)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["offloaded:OnHost" if name == "offload.nvme" else name for name in ALL])
-def test_weights_written_through_the_optimizer_are_refused_at_the_next_call(world, name, precision):
-    """On disk torch refuses writes of NaN."""
-    for message in after_a_write(world, name, precision, average):
-        assert message.startswith("the tensors of engine.optimizer were written, those of '")
-        assert "engine.gathered(module, write=True):`, and put what each step does into step() of" in message
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_module_weights_written_where_the_write_is_lost_are_refused_at_the_next_call(world, name, precision):
-    """Sharded weights are refused to the write itself: see test_reads.py."""
-    if name in ("stage3_param", "offload.nvme", "zeropp"):
-        engine = small_engine(world, name, precision=precision)
-        engine(inputs(world, 0))
-        assert message_of(clamp_module, engine).startswith("the values of 'head.bias' are freed outside of its module")
-        return
-    for message in after_a_write(world, name, precision, clamp_module):
-        if name in WHOLE and precision == "fp32":
-            assert message is None
-        else:
-            assert message.startswith("what was written to 'head.bias' would be lost; write weights")
 
 
 class Twin(nn.Module):

@@ -127,6 +127,18 @@ def old_graphs_do_not_go_backward(world, engine, folder):
     return broken(raises=message_of(made.backward, old) is not None)
 
 
+def calls_pass_the_door(world, engine, folder):
+    """What is written is kept before another call, or the call is refused; and a step needs a gradient."""
+    made = small_engine(world, engine, "bf16", steps=1)
+    with made.gathered(write=True), torch.no_grad():
+        made.module.head.bias.fill_(0.5)
+        kept = made.full_state_dict()["head.bias"].eq(0.5).all()
+    said = message_of(made.step)
+    with torch.no_grad():
+        made.module.head.bias.fill_(1.5)
+    return broken(keeps=kept, steps=said is not None, reads=message_of(made.full_state_dict) is not None)
+
+
 def reads_as_in_stage_0(scene, world, engine, folder):
     """A weight that is read at a place where it can be right is read as in stage 0."""
     return broken(reads=outcome(world, engine, scene) == "right")

@@ -18,9 +18,10 @@ BELOW["interop"] = {"common", "zero_stages", *ENGINE_ROOMS}
 BELOW["lab"] = {"interop", "parallel", *BELOW["interop"]}
 BELOW["course"] = {"lab", *BELOW["lab"]}
 FILES = [file for room in BELOW for file in sorted(ROOT.glob(f"{room}/**/*.py"))]
-GROUND = ("errors", "tensors", "measure", "ranks", "data", "outputs")
-FLOORS = (*GROUND, "checkpoint", "engine", "tiers", "models")  # of common/, bottom up; its commands are above them
-LINES, IN_COMMON = 450, 10_950
+GROUND = ("errors", "tensors", "patches", "measure", "ranks", "data", "outputs")
+# The floors of common/, bottom up; its commands are above them.
+FLOORS = (*GROUND, "calls", "probes", "checkpoint", "engine", "tiers", "models")
+LINES, IN_COMMON = 450, 11_150
 
 
 def imported(path):

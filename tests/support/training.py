@@ -100,9 +100,9 @@ def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
     module = models.build(model) if isinstance(model, str) else model
     if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         module.to("cuda" if torch.cuda.is_available() else "cpu")
-    init = models.initial_values(seed)
+    options.setdefault("init", models.initial_values(seed))
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
-    return find_engine(engine)(module, optimizer, init=init, **options)
+    return find_engine(engine)(module, optimizer, **options)
 
 
 def inputs(world, index):

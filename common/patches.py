@@ -1,0 +1,60 @@
+"""What is changed in torch for the whole process, as it has no hook there; and why.
+
+    nn.Module.zero_grad         has no hook: gradients that lie in an engine would stay
+    Optimizer.step              its global hook is public: an optimizer past an engine would find no gradients
+    CheckpointFunction.forward  has no hook: a reentrant checkpoint's modules run unrecorded, and hide what they share
+    a Parameter's class         a Parameter that is freed must say so when it is read, and stay the object that it is
+
+Each is changed once, when its user is imported. Private names that change nothing are in `tensors.py`.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
+
+from common.tensors import inside_backward
+
+_watched = []  # the hook, while a reentrant checkpoint's forward runs
+
+
+def after_zero_grad(heard):
+    """Call `heard(module)` after each `zero_grad` of a module."""
+    zero_grad = nn.Module.zero_grad
+
+    @functools.wraps(zero_grad)
+    def run(module, set_to_none=True):
+        zero_grad(module, set_to_none)
+        heard(module)
+
+    nn.Module.zero_grad = run
+
+
+def before_optimizers(heard):
+    """Call `heard(optimizer, args, kwargs)` before each `step` of an optimizer."""
+    register_optimizer_step_pre_hook(heard)
+
+
+def in_reentrant_checkpoints(heard):
+    """Call `heard(module, args)` before each module that runs in the forward of a reentrant checkpoint."""
+    forward, heard = CheckpointFunction.forward, torch.compiler.disable(heard)  # it would take notes for constants
+
+    @functools.wraps(forward)
+    def run(*args):
+        if _watched or inside_backward():  # nested, or recomputed
+            return forward(*args)
+        _watched.append(register_module_forward_pre_hook(heard))
+        try:
+            return forward(*args)
+        finally:
+            _watched.pop().remove()
+
+    CheckpointFunction.forward = staticmethod(run)
+
+
+def become(parameter, kind):
+    """Make a Parameter an instance of another class of Parameters, and the same object still."""
+    parameter.__class__ = kind
