@@ -120,6 +120,7 @@ class Guards:
             watch.give_up()
         if state.unfinished is not None:
             state.reduces, state.unfinished = state.unfinished, None
+            engine.comm.traffic.phase = "recovery"
             try:
                 engine.finish_backward()
             finally:

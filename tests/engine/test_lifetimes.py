@@ -62,9 +62,9 @@ class Noting(Engine):
         self.note(unit, "gather", not unit.gathered)
         super().gather(unit)
 
-    def free(self, unit):
-        self.note(unit, "free", unit.gathered and not unit.pins)
-        super().free(unit)
+    def free(self, unit, pinned=False):
+        self.note(unit, "free", unit.gathered and (pinned or not unit.pins))
+        super().free(unit, pinned)
 
     def reduce_bucket(self, bucket):
         self.note(bucket.unit, "reduce", True)
