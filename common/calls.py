@@ -37,8 +37,8 @@ class TrainingState:
 
     def where(self, engine):
         """Those of the table's places at which the engine stands."""
-        if self.inside == "a backward":
-            yield "inside a backward"
+        if self.inside:
+            yield f"inside {self.inside}"
         held = [bucket.pending or bucket.has_gradient for bucket in engine.buckets]
         if held and (self.failed or not any(held)):
             yield "without a gradient"
@@ -78,7 +78,8 @@ def entering(engine, call, ordinary=True):
         with _in_ordinary_mode() if ordinary else contextlib.nullcontext():
             yield
     finally:
-        state.call = None if outermost else state.call
+        if outermost:
+            state.call = None
 
 
 def _in_ordinary_mode():

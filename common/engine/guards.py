@@ -108,7 +108,7 @@ class Guards:
             raise InputError("no parameter was trainable when the engine was built: the engine can only run forward")
 
     def recover(self):
-        """After an exception: unpin units whose run it ended, finish the backward, and drop the step's gradients.
+        """After an exception: finish the backward, and drop the step's gradients.
 
         A backward may have raised on each rank elsewhere, so the collectives that others wait for run here. The last
         one shows that all ranks have come.
@@ -116,8 +116,6 @@ class Guards:
         engine, state = self._engine, self._engine.state
         if state.inside:
             return
-        for watch in engine.watches:
-            watch.give_up()
         if state.unfinished is not None:
             state.reduces, state.unfinished = state.unfinished, None
             engine.comm.traffic.phase = "recovery"
@@ -130,6 +128,11 @@ class Guards:
             engine.wait_in_flight()
             engine.drop_gradients()
             engine.in_checkpoints.clear()
+
+    def unpin(self):
+        """Unpin units for modules that ran alone, whose run an exception ended: torch calls no hook then."""
+        for watch in self._engine.watches:
+            watch.give_up()
 
     def keep(self):
         """Keep what was written so far within contexts for writing."""
@@ -173,6 +176,7 @@ class Guards:
         if all(len(names) == len(bucket.slots) for bucket, names in named.items()):
             engine.zero_grad()
             return
+        self.keep()
         for bucket, names in named.items():
             if names:
                 bucket.drop(names)

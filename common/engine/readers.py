@@ -37,6 +37,7 @@ class Reader:
         if self.module is not unit.module and not self.hooked:
             self.hooked = True
             self.engine.handles.append(self.module.register_forward_pre_hook(LeafHook(self.before), prepend=True))
+            # Without always_call, with which torch.compile makes a graph for each block.
             self.engine.handles.append(self.module.register_forward_hook(LeafHook(self.after)))
 
     def before(self, module, args):

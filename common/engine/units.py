@@ -210,16 +210,10 @@ class _Watch:
         engine.handles += [self.first, self.last]
 
     def move_hooks(self):
-        """Before a forward: end runs that an exception left, and move these hooks to the first and last place.
-
-        Hooks that others have added since may read the weights.
-        """
+        """Before a forward: move these hooks to the first and last place. Others, added since, may read the weights."""
         self.give_up()
-        if (
-            self.engine.state.records
-            and not self.engine.accounting.backwards
-            and not self.engine.backward_order.forwards
-        ):
+        engine = self.engine
+        if engine.state.records and not engine.accounting.backwards and not engine.backward_order.forwards:
             self.unit.forward_gathers = self.unit.backward_gathers = 0
         # torch's public API puts a hook first when it is registered, but does not keep it first.
         self.unit.module._forward_pre_hooks.move_to_end(self.first.id, last=False)

@@ -161,10 +161,8 @@ def _check_read_only(writes, members, unseen):
 @contextlib.contextmanager
 def _writing(engine, members):
     """A context in which parameters are written; the engine keeps the writes, or undoes them after an exception."""
-    writes, places = (
-        engine.weight_writes,
-        {p: bucket.view(bucket.whole_parameters, name) for bucket, name, p in members},
-    )
+    writes = engine.weight_writes
+    places = {p: bucket.view(bucket.whole_parameters, name) for bucket, name, p in members}
     before = {parameter: place.clone() for parameter, place in places.items()}
 
     def keep():

@@ -164,19 +164,22 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        stand_ins, problem, result = [t for t in tensors_in([args, kwargs]) if isinstance(t, cls)], None, None
         with torch._C.DisableTorchFunctionSubclass():
-            stand_ins = [tensor for tensor in tensors_in(args) if isinstance(tensor, cls)]
-            versions, problem, result = [tensor._version for tensor in stand_ins], None, None
+            versions = [tensor._version for tensor in stand_ins]
             try:
                 result = function(*args, **(kwargs or {}))
             except RuntimeError as error:
+                if "single memory location" not in str(error):  # what torch says of a write to an expanded tensor
+                    raise
                 problem = error
             if problem or versions != [tensor._version for tensor in stand_ins]:
                 raise InputError(
                     "a tensor of engine.optimizer was written, and its values lie on disk: place the optimizer by "
                     "tiers= on 'cpu' or 'device', or do it in step() of the optimizer that the factory makes"
                 ) from problem
-            return result.as_subclass(cls) if _is_nothing(result) and result is not args[0] else result
+            is_new = not any(result is tensor for tensor in stand_ins)
+            return result.as_subclass(cls) if is_new and _is_nothing(result) else result
 
 
 class SubGroup(OptimizerShard):

@@ -11,9 +11,9 @@ import types
 
 import pytest
 import torch
-from plain_loop import PlainLoop
+from plain_loop import LoopWithCalls
 from training import inputs, make_engine, message_of, small_engine
-from trap_models import WIDTH, Net, Stop
+from trap_models import WIDTH, Block, Rooted, Stop
 from trap_models import loss as loss_of
 
 from common.calls import TABLE
@@ -46,27 +46,31 @@ class AdamW(torch.optim.AdamW):
 MAKE = functools.partial(AdamW, lr=1e-2)
 
 
-class Calling(Net):
-    """Calls `on_the_way` after a block on the way forward, and `on_the_way_back` before another one's backward."""
+class CallingBlock(Block):
+    """Calls `on_the_way` on the way forward, and `on_the_way_back` on the way back, amid its own weights."""
 
     on_the_way = on_the_way_back = None
 
+    def forward(self, x):
+        inner = self.up(x)
+        if self.on_the_way is not None:
+            self.on_the_way()
+        if self.on_the_way_back is not None and inner.requires_grad:
+            inner.register_hook(lambda gradient: self.on_the_way_back())
+        return x + self.down(torch.tanh(inner))
+
+
+class Calling(Rooted):
+    """Counts its forwards; the root has weights before and after its blocks, which call what a test wants."""
+
     def __init__(self):
-        super().__init__()
+        super().__init__(block=CallingBlock)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
         if self.training:
             self.seen += 1
-        x = self.blocks[0](self.stem(x))
-        if self.on_the_way is not None:
-            self.on_the_way()
-        if self.on_the_way_back is not None and x.requires_grad:
-            x.register_hook(lambda gradient: self.on_the_way_back())
-        x = self.blocks[1](x)
-        if self.on_the_way_back is not None and x.requires_grad:
-            x.register_hook(lambda gradient: self.on_the_way_back(early=True))
-        return self.head(self.blocks[2](x))
+        return super().forward(x)
 
 
 class Training:
@@ -77,7 +81,7 @@ class Training:
         self.name, self.keeps_writes = name, keeps_writes(name, precision)
         self.world, self.folder, self.index = world, folder, 0
         self.engine, self.other = make(0), make(1)
-        self.is_plain = isinstance(self.engine, PlainLoop)
+        self.is_plain = isinstance(self.engine, LoopWithCalls)
         self.model = self.engine.module
         self.pending, self.graph = False, None  # whether there is a gradient; a loss before its backward
         self.first = self.engine.snapshot()
@@ -240,7 +244,7 @@ CALLS = {
     "restore()": replaced(lambda training: training.engine.restore(training.before)),
     "continue_from()": replaced(lambda training: training.engine.continue_from(training.other)),
     "continue_from(old)": continue_from_it,
-    "the counts": counts,
+    "model_state_bytes()": counts,
 }
 assert [*CALLS] == [*TABLE["before"]]
 
@@ -324,7 +328,7 @@ def double(training, found):
 def inside_a_forward(training, run):
     training.backward()
     training.graph = training.loss()
-    training.model.on_the_way = functools.partial(once, training, "on_the_way", run)
+    call_once(training, "on_the_way", run)
     loss = training.loss()
     if message_of(training.backward, loss) is not None:  # the call has changed weights that the forward had read
         training.pending = False
@@ -333,35 +337,38 @@ def inside_a_forward(training, run):
 @standing("inside a backward, from a hook")
 def inside_a_backward(training, run):
     training.graph = training.loss()
-    training.model.on_the_way_back = functools.partial(once, training, "on_the_way_back", run)
+    call_once(training, "on_the_way_back", run)
     training.backward()
 
 
-def once(training, place, run, early=False):
-    if not early:
-        setattr(training.model, place, None)
+def call_once(training, place, run):
+    block = training.model.blocks[1]
+
+    def once():
+        setattr(block, place, None)
         run()
+
+    setattr(block, place, once)
 
 
 @standing("after a forward that raised")
 def after_a_forward_that_raised(training, run):
     training.backward()
-    with stopping(training, "on_the_way"):
+    with stopping(training.model.blocks[1], "on_the_way"):
         training.loss()
     run()
 
 
 @standing("after a backward that raised")
-def after_a_backward_that_raised(training, run, elsewhere=False):
-    early = bool(elsewhere and training.world.rank)
-    with stopping(training, "on_the_way_back", lambda **how: stop() if how.get("early", False) == early else None):
+def after_a_backward_that_raised(training, run, elsewhere=0):
+    with stopping(training.model.blocks[1 + elsewhere], "on_the_way_back"):
         training.backward()
     run()
 
 
 @standing("after a backward that raised elsewhere on each rank")
 def after_a_backward_that_raised_elsewhere(training, run):
-    after_a_backward_that_raised(training, run, elsewhere=True)
+    after_a_backward_that_raised(training, run, elsewhere=training.world.rank % 2)
 
 
 def stop():
@@ -369,11 +376,11 @@ def stop():
 
 
 @contextlib.contextmanager
-def stopping(training, place, how=stop):
-    setattr(training.model, place, how)
+def stopping(block, place):
+    setattr(block, place, stop)
     with pytest.raises(Stop):
         yield
-    setattr(training.model, place, None)
+    setattr(block, place, None)
 
 
 @standing("after a step that raised")
@@ -528,7 +535,7 @@ def both(world, name, precision, folder):
 
     def plain(seed):
         torch.manual_seed(seed)
-        loop = PlainLoop(Calling(), MAKE, precision=precision)
+        loop = LoopWithCalls(Calling(), MAKE, precision=precision)
         loop.reduces_at_once = name in EIGHT[2:]
         return loop
 
@@ -579,6 +586,30 @@ def test_any_other_call_does_what_a_plain_loop_does(world, tmp_path, name, state
             ended[training] = training.go_on()
         assert gave.get(made) == gave[plain] or made not in gave, (call, gave)
         assert ended[made] == ended[plain], (call, gave)
+
+
+@contextlib.contextmanager
+def calling(module, call):
+    """In this context a module makes a call whenever it runs."""
+    hook = module.register_forward_pre_hook(lambda *_: [call()].clear())
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_a_part_of_a_block_that_runs_alone_may_call_its_engine_or_raise(world, name):
+    made = small_engine(world, name, steps=1)
+    part, x = made.module.blocks[1].up, inputs(world, 0)
+    calls = [made.full_state_dict, made.snapshot, lambda: gathered(types.SimpleNamespace(engine=made, model=part))]
+    with torch.no_grad():
+        expected = part(x)
+        for call in calls:
+            with calling(part, call):
+                assert torch.equal(part(x), expected), call
+        with calling(part, stop), pytest.raises(Stop):
+            part(x)
+    made.zero_grad()
+    assert not any(unit.pins for unit in getattr(made, "units", ()))
 
 
 @pytest.mark.parametrize("name", EIGHT)

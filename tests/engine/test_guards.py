@@ -1,5 +1,6 @@
 """A loop that would not train as meant is refused with what to write instead, and a clean step follows."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -734,14 +735,19 @@ def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(world, engin
 
 
 @pytest.mark.seven
-def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(world, engine):
-    """Another engine's backward leaves the gradients, and some are dropped."""
+def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet_or_was_written(world, engine):
+    """Another engine's backward leaves the gradients, and some are dropped; then some within gradients(write=True)."""
     generator = small_engine(world, engine, "fp32", bucket_mb=1e-4)
     critic = small_engine(world, engine, "bf16", seed=1, bucket_mb=1e-4)
-    before, critic.optimizer.param_groups[0]["weight_decay"] = critic.full_state_dict(), 0.0
-    generator.backward(loss(critic(generator(inputs(world, 0)))))
-    critic.module.head.zero_grad()
-    critic.step()
-    moved = {name for name, value in critic.full_state_dict().items() if not torch.equal(value, before[name])}
-    assert moved
-    assert not {name for name in moved if name.startswith("head")}
+    critic.optimizer.param_groups[0]["weight_decay"] = 0.0
+    for within in (False, True):
+        before = critic.full_state_dict()
+        generator.backward(loss(critic(generator(inputs(world, 0)))))
+        with critic.gradients(write=True) if within else contextlib.nullcontext({}) as found:
+            for value in found.values():
+                value.mul_(2)
+            critic.module.head.zero_grad()
+        critic.step()
+        moved = {name for name, value in critic.full_state_dict().items() if not torch.equal(value, before[name])}
+        assert moved
+        assert not {name for name in moved if name.startswith("head")}

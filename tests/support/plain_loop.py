@@ -5,11 +5,10 @@ import copy
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from baseline import AverageAfterBackward
 
 
-class PlainLoop(AverageAfterBackward):
+class LoopWithCalls(AverageAfterBackward):
     """The loop of `AverageAfterBackward`, with the rest of an engine's calls.
 
     Attributes:
@@ -86,13 +85,11 @@ class PlainLoop(AverageAfterBackward):
 
     def save(self, path, extra=None, wait=True):
         Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save((self.state(), extra), Path(path, f"rank-{dist.get_rank()}.pt"))
+        super().save(path, extra)
 
     @torch.inference_mode(False)
     def load(self, path):
-        state, extra = torch.load(Path(path, f"rank-{dist.get_rank()}.pt"), weights_only=False)
-        self.restore(state)
-        return extra
+        return super().load(path)
 
     @torch.inference_mode(False)
     @torch.no_grad()
