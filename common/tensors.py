@@ -21,6 +21,13 @@ def let_go(tensor):
         tensor.record_stream(torch.cuda.current_stream())
 
 
+def resize_storage(tensor, nbytes):
+    """Give a tensor's storage so many bytes. One that has them is left alone: an array may share it."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+
+
 def tensors_in(value):
     found = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, value)

@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from common.engine import BackwardOrder, EngineBase, Owned, units
+from common.tensors import resize_storage
 
 
 class Engine(EngineBase):
@@ -83,7 +84,7 @@ class Engine(EngineBase):
         if not unit.gathered:
             unit.gathered = True
             for bucket in unit.buckets:
-                bucket.full_parameters.untyped_storage().resize_(bucket.full_parameters.nbytes)
+                resize_storage(bucket.full_parameters, bucket.full_parameters.nbytes)
                 bucket.gathering = self.all_gather(bucket)
 
     def all_gather(self, bucket):
@@ -120,8 +121,8 @@ class Engine(EngineBase):
         unit.gathered = False
         for bucket in unit.buckets:
             bucket.wait_gather()  # a prefetch that was not used
-            bucket.full_parameters.untyped_storage().resize_(0)
             bucket.values.free()
+            resize_storage(bucket.full_parameters, 0)
 
     def pin(self, unit):
         """Gather a unit and keep it gathered until `unpin` has been called as often."""

@@ -345,6 +345,10 @@ class Values:
             self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
             for name, parameter in bucket.members.items():
                 parameter.data = self.freed[name]
+        if not bucket.full_parameters.untyped_storage().resizable():  # an array shares it, as numpy() makes one
+            bucket.full_parameters = torch.empty_like(bucket.full_parameters)
+            self.gathered = bucket.cut(bucket.full_parameters)
+            bucket.note_storages()
 
     @past_subclasses
     def show(self):

@@ -162,18 +162,17 @@ def _check_read_only(writes, members, unseen):
 def _writing(engine, members):
     """A context in which parameters are written; the engine keeps the writes, or undoes them after an exception."""
     writes = engine.weight_writes
-    places = {p: bucket.view(bucket.whole_parameters, name) for bucket, name, p in members}
-    before = {parameter: place.clone() for parameter, place in places.items()}
+    before = {parameter: place.clone() for parameter, place in _places(members).items()}
 
     def keep():
-        _agree(engine.comm, members, places, before)
+        _agree(engine.comm, members, _places(members), before)
         _take_over(engine, members, before)
 
     def undo():
-        for parameter, place in places.items():
+        for parameter, place in _places(members).items():
             place.data.copy_(before[parameter])
             parameter.data = place
-        writes.accept(places)
+        writes.accept(before)
 
     writes.open.append(before)
     try:
@@ -183,6 +182,11 @@ def _writing(engine, members):
         writes.open[:] = [one for one in writes.open if one is not before]
         for bucket, name, _ in members:
             bucket.strays.discard(name)
+
+
+def _places(members):
+    """{parameter: the view of its bucket that it is}."""
+    return {parameter: bucket.view(bucket.whole_parameters, name) for bucket, name, parameter in members}
 
 
 def _agree(comm, members, places, before):
@@ -216,7 +220,6 @@ def _take_over(engine, members, before):
         changed = (_bytes(now) != _bytes(before[parameter].view(-1))).any(1)
         if changed.any():
             written.setdefault(bucket, {})[name] = now, changed
-            torch.autograd.graph.increment_version([parameter])
             for outer in engine.weight_writes.open:
                 if parameter in outer:
                     outer[parameter].copy_(parameter)

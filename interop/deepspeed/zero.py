@@ -8,6 +8,7 @@ from torch import nn
 
 from common.engine.guards import engine_of
 from common.errors import InputError
+from common.ranks.lanes import backend_of, device_of
 from interop.deepspeed.refusals import DATA_PARALLEL, refuse_arguments
 
 
@@ -74,4 +75,8 @@ def GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True
     with whole or contextlib.nullcontext():
         yield
         for parameter in params if modifier_rank is not None else ():
-            dist.broadcast(parameter.data, modifier_rank)
+            values = parameter.data.to(
+                device_of(backend_of(dist.group.WORLD))
+            )  # a model of no engine yet is on the CPU
+            dist.broadcast(values, modifier_rank)
+            parameter.data.copy_(values)

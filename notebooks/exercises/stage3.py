@@ -77,6 +77,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from common.engine import BackwardOrder, EngineBase, Owned, units
+from common.tensors import resize_storage
 
 
 class Engine(EngineBase):

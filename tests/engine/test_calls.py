@@ -129,7 +129,7 @@ class Training:
             tensors = [bucket.parameters, *tensors_of_state(self.engine.optimizer)]
             tensors += [bucket.gradient_shard] if self.pending else []  # else a call may end what raised
             for tensor in (tensor for tensor in tensors if tensor is not None and tensor.numel()):
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(tensor.detach().cpu().clone().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 

@@ -155,7 +155,8 @@ def steps_of_unequal_layers(world, engine, make):
 @pytest.mark.seven
 def test_within_gathered_ranks_may_run_other_layers_and_train(world, engine):
     """Gradients are reduced when backward ends. Ranks need only call backward and step equally often."""
-    for make in (EachItsOwn, Rare, Net):
+    # torch's adaptive softmax fails on a single token if CUDA's kernels are to be deterministic.
+    for make in (EachItsOwn, Net) if world.device.type == "cuda" else (EachItsOwn, Rare, Net):
         ended, expected = (steps_of_unequal_layers(world, name, make) for name in (engine, "stage0_ddp"))
         assert same_bits(ended, expected), make
 

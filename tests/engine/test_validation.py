@@ -98,7 +98,9 @@ CASES = {  # case: (what the engine is given on a rank, what the message begins 
         f"'scale'{ON_META}",
     ),
     "sparse gradients": (
-        changed(lambda module: module.add_module("embedding", nn.Embedding(4, 6, sparse=True))),
+        changed(
+            lambda module: module.add_module("embedding", nn.Embedding(4, 6, sparse=True).to(module[0].weight.device))
+        ),
         "'embedding' makes sparse gradients, .*; set sparse=False",
     ),
     "another dtype": (changed(nn.Module.double), OTHER_DTYPE),
@@ -289,7 +291,8 @@ def train_shared(world, engine, how, folder):
     """The weights after two steps, a resumed third and a write; head and stem must stay equal."""
     for seed in (0, 1):
         torch.manual_seed(seed)
-        module = Shared(how)
+        with world.device:  # tensors that move there one by one share nothing
+            module = Shared(how)
         named = list(module.named_parameters(remove_duplicate=how != "one Parameter"))
         named = {id(parameter): (name, parameter) for name, parameter in named}.values()
         groups = [{"params": [p for n, p in named if ("bias" in n) == bias], "lr": 0.1 + bias} for bias in (0, 1)]

@@ -38,6 +38,7 @@ def script(world, text, arguments):
     return [[float(found) for found in re.findall(rf"{what} ([\d.]+)", said.getvalue())] for what in ("loss", "norm")]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script's model is on the CPU")
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("precision", "reshard", "micro_batches", "limit"),

@@ -41,6 +41,7 @@ USES = {
     "embedding": lambda x, part: x + F.embedding(torch.tensor([0, 3], device=x.device), part.weight).prod(0),
     "detached": lambda x, part: x @ part.weight.detach(),
     "cloned": lambda x, part: x @ part.weight.clone(),
+    "as an array": lambda x, part: x + float(part.weight.detach().float().numpy(force=True).mean()),  # in fp32 no copy
     "a function of one's own": lambda x, part: Scaled.apply(x, part.weight),
 }
 
