@@ -55,6 +55,7 @@ def in_reentrant_checkpoints(heard):
     CheckpointFunction.forward = staticmethod(run)
 
 
-def become(parameter, kind):
-    """Make a Parameter an instance of another class of Parameters, and the same object still."""
-    parameter.__class__ = kind
+def become(parameters, kind):
+    """Make Parameters instances of another class of Parameters, and the same objects still."""
+    for parameter in parameters:
+        parameter.__class__ = kind

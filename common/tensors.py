@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import operator
 import zlib
 
 import torch
@@ -26,6 +27,11 @@ def resize_storage(tensor, nbytes):
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
+
+
+def stream_number(device):
+    """The number of this thread's current CUDA stream. torch's public way makes a Stream of it, in ten calls."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def tensors_in(value):
@@ -107,6 +113,32 @@ def unwrapped(tensor):
 def own_parameters(module):
     """A module's own parameters, its dict {name: parameter or None}. torch has no public way to write there."""
     return module._parameters
+
+
+class Parts:
+    """A model's modules, parameters and buffers. A look at them walks no names, which torch's public ways do."""
+
+    def __init__(self, model):
+        self.model = model
+        self.take()
+
+    def take(self):
+        """Take those that the model has now."""
+        self._modules = list(self.model.modules())
+        self._found = self._now()
+
+    def stay(self):
+        """Whether modules and parameters are those that were taken."""
+        now = self._now()
+        return len(now) == len(self._found) and all(map(operator.is_, now, self._found))
+
+    def _now(self):
+        return [part for m in self._modules for parts in (m._parameters, m._modules) for part in parts.values()]
+
+    def buffers(self):
+        """The distinct buffers."""
+        found = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
+        return list(found.values())
 
 
 def tensors_of_state(optimizer):

@@ -6,9 +6,9 @@ Conventions as in `common.measure`: model states just before an update, bytes se
 import weakref
 from collections import Counter
 
-from common.measure.memory import storage_bytes, storage_id
+from common.measure.memory import storage_bytes, storage_id, storage_ids
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
-from common.tensors import length
+from common.tensors import length, past_subclasses
 
 
 def state_bytes(bucket, engine):
@@ -139,6 +139,7 @@ class Accounting:
                 predicted[collective] = sent * (comm.size - comm.ranks_per_node) // (comm.size - 1)
         return predicted
 
+    @past_subclasses
     def live(self):
         """See `EngineBase.live`."""
         engine = self._engine
@@ -156,7 +157,8 @@ class Accounting:
             + [p.grad for p in engine.bucket_of]
             + [tensor for handle in handles for tensor in handle.buffers],
         }
-        live["parameters"] += [p for p in engine.bucket_of if storage_id(p) not in freed]
+        of_parameters = zip(engine.bucket_of, storage_ids(engine.bucket_of), strict=True)
+        live["parameters"] += [parameter for parameter, storage in of_parameters if storage not in freed]
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
 
     def kept(self):

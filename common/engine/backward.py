@@ -78,18 +78,20 @@ class Backward:
         finally:
             self.state.syncs = before
 
-    def _report_gradient(self, name, parameter):
+    def _report_gradient(self, bucket, name, parameter):
+        """A parameter's hook: its gradient has come. `bucket` is a weak reference: a hook keeps nothing alive."""
+        bucket = bucket()
         if parameter.grad is None:
             return  # as from a reentrant checkpoint of a constant
         if running_backward.loss_scale is None:
             parameter.grad, self.state.failed, self.state.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that, not loss.backward()")
-        bucket = self.bucket_of[parameter]
-        if bucket.are_freed:
+        if bucket.values is not None and bucket.are_freed:
             parameter.grad = None
             raise RuntimeError(
                 f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, and is freed by now: "
                 "call that module, or hold it by gathered() until backward ends"
             )
         self.gradient_ready(bucket, name, parameter)
-        self.comm.lane.wait_for_caller()  # on CUDA the bucket's collective waits for this stream too
+        if self.comm.device.type == "cuda":  # the bucket's collective waits for this stream too
+            self.comm.lane.wait_for_caller()

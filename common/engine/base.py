@@ -39,7 +39,7 @@ from common.probes import alone, groups_of
 from common.ranks import trace
 from common.ranks.axes import ALONE, Axes
 from common.ranks.collectives import Collectives
-from common.tensors import map_tensors
+from common.tensors import Parts, map_tensors
 
 
 class EngineBase(Backward, Files, NoModule):
@@ -167,7 +167,8 @@ class EngineBase(Backward, Files, NoModule):
             bucket.note_storages()
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()  # gradients may arrive in another engine's backward first
-        self.buffers = Buffers(model, self.comm, broadcast_buffers)
+        self.parts = Parts(model)
+        self.buffers = Buffers(self.parts, self.comm, broadcast_buffers)
         self.accounting = self.accounting_class(self)
         self.optimizer = building.optimizer_over(self.buckets, optimizer, self.param_groups, param_groups is None)
         self._group_of = groups_of(self.optimizer)
@@ -391,7 +392,7 @@ class EngineBase(Backward, Files, NoModule):
             parameter.grad = None  # from before the engine
             self.bucket_of[parameter] = bucket
             if bucket.kind.trainable:  # autograd calls it with the sum over all uses of the parameter in a backward
-                report = Hook(self._report_gradient, name)
+                report = Hook(self._report_gradient, weakref.ref(bucket), name)
                 self.handles.append(parameter.register_post_accumulate_grad_hook(report))
         bucket.filling = self.filling
         bucket.allocate(self, whole)

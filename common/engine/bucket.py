@@ -11,7 +11,7 @@ from common.engine.layout import FlatRange
 from common.engine.master_weights import OptimizerShard
 from common.engine.mixed_precision import running_backward
 from common.errors import InputError
-from common.measure.memory import storage_id
+from common.measure.memory import storage_ids
 from common.tensors import end_to_end, length, let_go, within
 
 
@@ -224,7 +224,8 @@ class Bucket(FlatRange):
             raise InputError(f"{name!r} got a sparse gradient, and buckets are dense; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was reduced
             self.wait_reduce()
-        self._set_means_aside()
+        if self.has_gradient:
+            self._set_means_aside()
         place = self._places[name]
         if name not in self._filled:
             place.copy_(gradient)
@@ -233,8 +234,9 @@ class Bucket(FlatRange):
         else:
             self._sum_up(name, place)
             place.copy_(gradient)
+        if not self._filled:
+            self.filling.add(self)
         self._filled.add(name)
-        self.filling.add(self)
         self.reported.add(name)
         self.scales.add((name, running_backward.loss_scale))
 
@@ -247,7 +249,8 @@ class Bucket(FlatRange):
 
     def finalize(self):
         """Make `local_gradients` ready to reduce: round sums once to its dtype, zero padding and absent gradients."""
-        self._set_means_aside()
+        if self.has_gradient:
+            self._set_means_aside()
         self.filling.discard(self)
         for name in self.sums:
             self._sum_up(name, self._places[name])
@@ -262,20 +265,20 @@ class Bucket(FlatRange):
             self._resize_gradients(self.gradients.nbytes)
 
     def _set_means_aside(self):
-        if self.has_gradient:
-            for shard in self.optimizer_shards:
-                shard.set_aside()
+        for shard in self.optimizer_shards:
+            shard.set_aside()
         self.has_gradient = False
 
     def note_storages(self):
         """Note the storages of its parameters."""
         tensors = [*self.members.values(), self.full_parameters]
-        self.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
+        self.storages = set(storage_ids(tensor for tensor in tensors if tensor is not None))
 
     def note_strays(self):
         """Note parameters in other storages, before they are made views of this bucket's."""
-        if self.storages:
-            self.strays.update(name for name, p in self.members.items() if storage_id(p) not in self.storages)
+        if self.storages and not self.storages.issuperset(storage_ids(self.members.values())):
+            ids = zip(self.members, storage_ids(self.members.values()), strict=True)
+            self.strays.update(name for name, storage in ids if storage not in self.storages)
 
     def wait_gather(self):
         """Wait for the all-gather in flight. Returns whether there was one."""

@@ -10,8 +10,8 @@ from common.tensors import checksum, distinct, host_value
 class Buffers:
     """The buffers of a model. If `broadcasts` is False, everything here is a no-op."""
 
-    def __init__(self, module, comm, broadcasts):
-        self._module, self._comm, self._broadcasts = module, comm, broadcasts
+    def __init__(self, parts, comm, broadcasts):
+        self._parts, self._comm, self._broadcasts = parts, comm, broadcasts
         self._common = None  # the bits when they were last alike on all ranks; None if they may not be so now
         self._apart = 0  # open contexts in which ranks may run the model unequally often
 
@@ -26,7 +26,7 @@ class Buffers:
         Other code, such as update_bn, may write buffers between two evaluations, on some ranks only. So ranks compare.
         Within `gathered` they are alike, until they are written.
         """
-        training, records = self._module.training, torch.is_grad_enabled()
+        training, records = self._parts.model.training, torch.is_grad_enabled()
         if self._apart:
             if (records or not training) and self._bits() != self._common:
                 self.broadcast()
@@ -78,4 +78,4 @@ class Buffers:
         return torch.cat([buffer.view(-1).view(torch.uint8) for buffer in whole])
 
     def _distinct(self):
-        return [distinct(buffer) for buffer in self._module.buffers()] if self._broadcasts else []
+        return [distinct(buffer) for buffer in self._parts.buffers()] if self._broadcasts else []

@@ -62,17 +62,12 @@ class Guards:
         Copy data set by `parameter.data = tensor` to the parameter's place, or refuse it.
         """
         engine = self._engine
-        names = {parameter: name for name, parameter in engine._module.named_parameters()}
-        for parameter, name in names.items():
-            if parameter not in engine.bucket_of:
-                raise InputError(f"{name!r} was added later, and would not be trained; {HOW_TO_CHANGE}")
-        if len(names) < len(engine.bucket_of):
-            members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
-            gone = next(name for name, parameter in members if parameter not in names)
-            raise InputError(f"{gone!r} has left the model; {HOW_TO_CHANGE}")
+        if not engine.parts.stay():
+            self._name_others()
+            engine.parts.take()
         for bucket in engine.buckets + engine.frozen:
             bucket.note_strays()
-            strays = [name for name in bucket.members if name in bucket.strays]
+            strays = [name for name in bucket.members if name in bucket.strays] if bucket.strays else ()
             bucket.strays.clear()
             for name in strays:
                 parameter, place = bucket.members[name], None
@@ -87,6 +82,17 @@ class Guards:
                     )
                 place.data.copy_(parameter.data)
                 parameter.data = place
+
+    def _name_others(self):
+        engine = self._engine
+        names = {parameter: name for name, parameter in engine._module.named_parameters()}
+        for parameter, name in names.items():
+            if parameter not in engine.bucket_of:
+                raise InputError(f"{name!r} was added later, and would not be trained; {HOW_TO_CHANGE}")
+        if len(names) < len(engine.bucket_of):
+            members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
+            gone = next(name for name, parameter in members if parameter not in names)
+            raise InputError(f"{gone!r} has left the model; {HOW_TO_CHANGE}")
 
     @past_subclasses
     def gradients(self):
@@ -163,7 +169,7 @@ class Guards:
     def check_scales(self):
         """Refuse gradients with another loss scale than the engine's: they would be divided by the wrong one."""
         scale = self._engine._scale
-        if any(given != scale for bucket in self._engine.buckets for _, given in bucket.scales):
+        if {given for bucket in self._engine.buckets for _, given in bucket.scales} - {scale}:
             raise RuntimeError(
                 "a gradient has another loss scale than this engine's; in fp16 give each engine a loss of its "
                 "own, and replace loss_scaler right after a step"

@@ -13,31 +13,40 @@ class Hook:
     """
 
     def __init__(self, method=None, *first):
-        self._method = method and weakref.WeakMethod(method)
+        self._of, self._function = (weakref.ref(method.__self__), method.__func__) if method else (_gone, None)
         self._first = first
 
     def __call__(self, *args):
-        return _past_the_compiler(self, args) if torch.compiler.is_compiling() else self._call(args)
-
-    def _call(self, args):
-        method = self._method and self._method()
-        return method(*self._first, *args) if method else None
+        of = self._of()
+        return None if of is None else self._function(of, *self._first, *args)
 
     def __reduce__(self):
         return Hook, ()
 
 
+def _gone():
+    """What a weak reference to nothing returns."""
+
+
+class ModuleHook(Hook):
+    """A hook on a module, run in Python in a model that torch.compile traces."""
+
+    def __call__(self, *args):
+        return _past_the_compiler(self, args) if torch.compiler.is_compiling() else super().__call__(*args)
+
+
 @torch.compiler.disable
 def _past_the_compiler(hook, args):
     """Run a hook in Python: torch.compile would trace it, and cannot trace threads and storages."""
-    return hook._call(args)
+    return Hook.__call__(hook, *args)
 
 
 class LeafHook(Hook):
     """A hook on a part of a unit, left out by torch.compile, so that the unit is one graph."""
 
     def __call__(self, *args):
-        return None if torch.compiler.is_compiling() else self._call(args)
+        of = None if torch.compiler.is_compiling() else self._of()
+        return None if of is None else self._function(of, *self._first, *args)
 
 
 class Guard(Hook):

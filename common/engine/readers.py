@@ -65,9 +65,8 @@ class Reader:
 
     def give_up(self):
         """Unpin after a run that an exception ended: torch calls no hook then."""
-        if self.alone:
-            self.alone = 0
-            self.engine.unpin(self.unit)
+        self.alone = 0
+        self.engine.unpin(self.unit)
 
     def before_state_dict(self, *_):
         if not (self.unit.shown or self.engine.state.names_state):
@@ -144,16 +143,18 @@ class Freed(nn.Parameter):
             result, freed = function(*args, **kwargs), args[0]
             if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
                 if not isinstance(args[1], cls):
-                    become_readable(freed)
+                    become_readable([freed])
             elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
                 result = result.as_subclass(cls)
                 result.freed_name = freed.freed_name
         return result
 
 
-def become_readable(parameter):
-    """Make a `Freed` an nn.Parameter again."""
-    if isinstance(parameter, Freed):
-        become(parameter, nn.Parameter)
-        for name in ("freed_name", "freed_values"):
-            vars(parameter).pop(name, None)
+def become_readable(parameters):
+    """Make those of the parameters that are `Freed` nn.Parameters again."""
+    freed = [parameter for parameter in parameters if type(parameter) is Freed]
+    become(freed, nn.Parameter)
+    for parameter in freed:
+        own = vars(parameter)
+        own.pop("freed_name", None)
+        own.pop("freed_values", None)

@@ -9,12 +9,13 @@ A module may ask for units of its own inside that of another: `gathered_apart`, 
 import itertools
 import weakref
 from collections import Counter
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from common.engine import layout
-from common.engine.hooks import Hook
+from common.engine.hooks import ModuleHook
 from common.engine.mixed_precision import running_backward
 from common.engine.readers import Freed, Reader, become_readable, copy_weights
 from common.patches import become
@@ -66,7 +67,7 @@ class Unit:
     @property
     def shown(self):
         """Whether its parameters can be read: it runs, is pinned, its backward is open, or a penalty's is to come."""
-        return all(bucket.values.shown for bucket in self.buckets)
+        return all(map(attrgetter("values.shown"), self.buckets))
 
     @property
     def trainable(self):
@@ -205,8 +206,8 @@ class _Watch:
 
     def __init__(self, engine, unit):
         self.engine, self.unit, self.readers = weakref.proxy(engine), unit, []
-        self.first = unit.module.register_forward_pre_hook(Hook(self.before), prepend=True)
-        self.last = unit.module.register_forward_hook(Hook(self.after))
+        self.first = unit.module.register_forward_pre_hook(ModuleHook(self.before), prepend=True)
+        self.last = unit.module.register_forward_hook(ModuleHook(self.after))
         engine.handles += [self.first, self.last]
 
     def move_hooks(self):
@@ -222,7 +223,8 @@ class _Watch:
     def give_up(self):
         """End the runs of parts of the unit that an exception ended."""
         for reader in self.readers:
-            reader.give_up()
+            if reader.alone:
+                reader.give_up()
 
     def before(self, module, args):
         # In backward, checkpoints recompute forwards and stop them half way: only gathering matters there.
@@ -327,11 +329,13 @@ class Values:
 
     def hide(self):
         """A parameter that is read raises, or moves to the unit that reads it."""
-        for name, parameter in self._bucket().members.items() if self.shown else ():
-            if type(parameter) is nn.Parameter:  # a user's subclass stays what it is
-                become(parameter, Freed)
-                parameter.freed_name, parameter.freed_values = name, weakref.ref(self)
-        self.shown = False
+        if not self.shown:
+            return
+        self.shown, own = False, weakref.ref(self)
+        hidden = {n: p for n, p in self._bucket().members.items() if type(p) is nn.Parameter}  # not users' subclasses
+        become(hidden.values(), Freed)
+        for name, parameter in hidden.items():
+            parameter.freed_name, parameter.freed_values = name, own
 
     @past_subclasses
     def free(self):
@@ -358,7 +362,7 @@ class Values:
             bucket.note_strays()
             for name, parameter in bucket.members.items():
                 parameter.data = self.gathered[name]
-                become_readable(parameter)
+            become_readable(bucket.members.values())
             if self.versions is not None:
                 set_versions(bucket.members.values(), self.versions)
             self.shown, self.versions = True, None

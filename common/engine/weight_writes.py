@@ -56,18 +56,18 @@ class WeightWrites:
     @past_subclasses
     def accept(self, tensors):
         """Accept the values that these parameters, which are not freed, and master weights have now."""
-        self._versions.update((tensor, tensor._version) for tensor in tensors)
+        self._versions.update([(id(tensor), tensor._version) for tensor in tensors])
 
     @past_subclasses
     def accept_all(self, buckets=None):
         """Accept all values, of these buckets or of all."""
         for bucket in self._buckets if buckets is None else buckets:
-            self._versions.update(zip(bucket.members.values(), bucket.versions, strict=True))
-            self._versions.update((master, master._version) for master in bucket.masters)
+            self._versions.update(zip(map(id, bucket.members.values()), bucket.versions, strict=True))
+            self._versions.update([(id(master), master._version) for master in bucket.masters])
 
     def counted(self, tensor):
         """Whether torch has counted a write since the values were accepted."""
-        return tensor._version != self._versions[tensor]
+        return tensor._version != self._versions[id(tensor)]
 
     def is_open(self, parameter):
         """Whether a parameter may be written now."""
@@ -81,7 +81,7 @@ class WeightWrites:
         for bucket in self._buckets:
             versions = zip(bucket.members.items(), bucket.versions, strict=True) if bucket.loses_writes else ()
             for (name, parameter), version in versions:
-                if version != self._versions[parameter] and not self.is_open(parameter):
+                if version != self._versions[id(parameter)] and not self.is_open(parameter):
                     raise InputError(f"what was written to {name!r} would be lost; {HOW}")
             if any(map(self.counted, bucket.masters)):
                 raise InputError(

@@ -6,6 +6,7 @@ apart.
 """
 
 import ctypes
+import operator
 import resource
 import sys
 
@@ -23,8 +24,9 @@ HOST = "on the host"  # an engine's host memory, of any class: not part of the p
 
 def storage_bytes(tensors):
     """Bytes of the distinct storages under `tensors`; None counts nothing."""
-    storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors if tensor is not None}
-    return sum(storage.nbytes() for storage in storages.values())
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    storages = dict(zip(storage_ids(tensors), map(torch.Tensor.untyped_storage, tensors), strict=True))
+    return sum(map(torch.UntypedStorage.nbytes, storages.values()))
 
 
 def high_water(device):
@@ -47,6 +49,11 @@ def storage_id(tensor):
     """The identity of a tensor's storage. torch has no public name for it."""
     # The address of the storage object, not of its data: under fake tensors every data pointer is 0.
     return tensor.untyped_storage()._cdata
+
+
+def storage_ids(tensors):
+    """Yield the identity of each tensor's storage."""
+    return map(operator.attrgetter("_cdata"), map(torch.Tensor.untyped_storage, tensors))
 
 
 def place_of(tensor):

@@ -28,6 +28,7 @@ from common.tensors import tensors_in
 
 PHASES = ("forward", "backward", "step")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather")
+UNLABELLED = contextlib.nullcontext()
 MODULES = 0  # the row of the model's parts; threads have numbers above 0
 LANES = {  # by the labels of their work
     "collectives": COLLECTIVES,
@@ -43,7 +44,7 @@ def label(name):
 
     torch has no public way to ask whether a profiler is active.
     """
-    return record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
+    return record_function(name) if profiler._is_profiler_enabled else UNLABELLED
 
 
 class Recording:

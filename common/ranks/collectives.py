@@ -94,7 +94,8 @@ class Collectives:
         self.backend = backend = backend_of(self.group)
         self.device = device_of(backend)
         self.point_to_point = PATHS[backend] == "gloo"
-        self.ordered, self._reduce_dtype = self.point_to_point or deterministic, reduce_dtype
+        # One rank adds nothing, and sends nothing: it copies, if anything.
+        self.ordered, self._reduce_dtype = self.point_to_point or deterministic or self.size == 1, reduce_dtype
         self.simulated = backend == "fake"
         self.ranks_per_node = nodes.ranks_per_node(self.group)
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
@@ -296,7 +297,7 @@ class Collectives:
 
         One buffer is enough, as the lane runs one collective at a time.
         """
-        pieces = min(1, self.size - 1) if self.point_to_point else self.size
+        pieces = min(1, self.size - 1) if self.point_to_point or self.size == 1 else self.size
         return self.scratch(pieces * self._segment(tensor), tensor.dtype)
 
     def _segment(self, tensor):
@@ -360,7 +361,7 @@ class Collectives:
         return [pieces[rank] for rank in range(self.size)]
 
     def _all_gather(self, shard, tensor):
-        if self.point_to_point:
+        if self.point_to_point or self.size == 1:
             self._exchange(shard.expand(self.size, *shard.shape), tensor.view(self.size, -1))
         else:
             ALL_GATHER(tensor, shard, group=self.group)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure import timeline
 from common.ranks import trace
+from common.tensors import stream_number
 
 APART = ("host", "saving")  # lanes that need no peer: threads even with a GPU, or with one CPU rank
 CPU = torch.device("cpu")
@@ -91,9 +92,6 @@ class ThreadLane:
         self._queue.put((work, under_way, errors, handle))
         return handle
 
-    def wait_for_caller(self):
-        """A no-op: CPU results are there when the call is made."""
-
     def finish(self, within=-1):
         """Return when all is done, or after `within` seconds; raise what a collective raised."""
         self.submit(lambda: None)._wait((), within)
@@ -128,14 +126,14 @@ class StreamLane:
 
     def __init__(self, name=""):
         # High priority: a collective's few blocks run at once, ahead of computation, and end sooner.
-        self._stream, self._callers = torch.cuda.Stream(priority=-1), set()
+        self._stream, self._callers = torch.cuda.Stream(priority=-1), {}
         self._lock = threading.Lock()  # the caller's thread and the host lane's both use the bus
 
     def submit(self, work, *buffers):
         self._stream.wait_stream(torch.cuda.current_stream())
         with self._lock:
-            callers, self._callers = self._callers, set()
-        for stream in callers:
+            callers, self._callers = self._callers, {}
+        for stream in callers.values():
             self._stream.wait_stream(stream)
         with torch.cuda.stream(self._stream):
             work()
@@ -152,8 +150,10 @@ class StreamLane:
 
     def wait_for_caller(self):
         """Have the next work wait for the caller's stream too. Called for each gradient: backward may use several."""
-        with self._lock:
-            self._callers.add(torch.cuda.current_stream())
+        number = stream_number(self._stream.device)
+        if number not in self._callers:
+            with self._lock:
+                self._callers[number] = torch.cuda.current_stream()
 
     def finish(self):
         """Return when all is done; the host waits too."""
@@ -170,10 +170,8 @@ class InlineLane:
         work()
         return Handle((), lambda buffers: None)
 
-    def wait_for_caller(self):
-        """A no-op."""
-
-    finish = wait_for_caller
+    def finish(self):
+        """All is done already."""
 
 
 class SimulatedLane(InlineLane):

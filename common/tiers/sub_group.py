@@ -334,7 +334,7 @@ class SubGroup(OptimizerShard):
         """Let the master weights be this tensor."""
         self.master.data = tensor
         if isinstance(tensor, StandIn) or isinstance(self.master, StandIn):
-            become(self.master, StandIn if isinstance(tensor, StandIn) else nn.Parameter)
+            become([self.master], StandIn if isinstance(tensor, StandIn) else nn.Parameter)
 
     def _carry(self, bus, source, target, tier):
         if tier.on_host:

@@ -24,9 +24,6 @@ class LateLane:
             _, work = self.given.pop(0)
             work()
 
-    def wait_for_caller(self):
-        """A no-op: nothing runs concurrently."""
-
     def finish(self, within=None):
         if self.given:
             self.run_up_to(self.given[-1][0])

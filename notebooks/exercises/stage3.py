@@ -271,7 +271,8 @@ class Engine(EngineBase):
     def gradient_ready(self, bucket, name, parameter):
         """Phase 4. Move a gradient that is ready into its unit's gradient buffer."""
         gradient, parameter.grad = parameter.grad, None
-        self.allocate_gradients(bucket)
+        if bucket not in self.filling:
+            self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
 
     def end_backward(self, unit):

@@ -411,6 +411,7 @@ class Gpu:
             (torch.cuda, "Stream"): self.stream,
             (torch.cuda, "Event"): self.event,
             (torch.cuda, "current_stream"): self.current,
+            (lanes, "stream_number"): lambda device: id(self.current()),
             (torch.cuda, "stream"): self.on,
             (torch.cuda, "current_device"): lambda: self.device,
             (torch.cuda, "set_device"): self.choose,
