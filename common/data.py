@@ -91,7 +91,7 @@ class Batches:
             draw = random.Random(f"{self.seed} {step} {index}")
             start = draw.randrange(len(self.text) - self.window + 1)
             samples.append(self.text[start : start + self.window])
-        return torch.tensor(np.stack(samples))
+        return torch.from_numpy(np.stack(samples))
 
     def check(self, world_size):
         """Raise InputError if of() would, or if a rank's part of a batch exceeds the free memory."""

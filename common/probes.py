@@ -33,7 +33,7 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
             "functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
     _check_settings(optimizer, device)
-    values, *gradients = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    values, *gradients = _drawn(6).to(device)
     gradients[3][0], gradients[4][0], gradients[4][1] = 1e6, math.nan, math.inf
     try:
         expected, whole = _probed(optimizer, values, gradients, (64,))
@@ -69,7 +69,7 @@ def check_whole(optimizer, groups, named, comm):
         {number of a whole group: bytes of state per element, and per tensor}; the groups' options, as text.
     """
     sizes, told, name_of = {}, [], {parameter: name for name, parameter in named}
-    values, *gradients = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(comm.device)
+    values, *gradients = _drawn(3).to(comm.device)
     gradients[1][0] = math.nan
     for number, group in enumerate(groups):
         built = optimizer([{**group, "params": [nn.Parameter(values.clone())]}]) if group.get("whole") else None
@@ -125,6 +125,11 @@ OF_SHAPES = (
 )
 
 
+def _drawn(number):
+    """The values of 64 elements and their gradients, the same on each rank: [number, 64], on the CPU."""
+    return torch.randn(number, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+
+
 def _probed(optimizer, values, gradients, *shapes, together=False, whole=None):
     """Step elements held by parameters of these shapes, `together` or, as engines do, each alone.
 
@@ -161,7 +166,7 @@ def check_swapped(optimizer):
     Returns:
         Bytes of an element of each of its states, which are swapped too.
     """
-    values, *gradients = torch.randn(1 + SWAPPED_STEPS, 64, generator=torch.Generator().manual_seed(0))
+    values, *gradients = _drawn(1 + SWAPPED_STEPS)
     expected, nothing = _probed(optimizer, values, gradients, (64,))[0][-1], torch.full_like(values, math.nan)
     weight, now = nn.Parameter(nothing.clone()), values.clone()
     probe = optimizer([weight])

@@ -125,7 +125,7 @@ class Tensors:
         if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
             return False
         for begin in range(start, stop, self.at_once):
-            values = torch.empty(min(self.at_once, stop - begin), dtype=own)
+            values = torch.empty(min(self.at_once, stop - begin), dtype=own, device="cpu")
             self.read(name, begin, values)
             if (values.double().isfinite() & ~values.to(dtype).double().isfinite()).any():
                 return True
@@ -138,7 +138,7 @@ class Tensors:
     def get_tensor(self, name):
         """A whole tensor."""
         dtype, shape = self.tensors[name]
-        values = torch.empty(shape, dtype=dtype)
+        values = torch.empty(shape, dtype=dtype, device="cpu")
         self.read(name, 0, values.view(-1))
         return values
 
@@ -192,7 +192,7 @@ class Source(Tensors):
         for begin in range(0, len(target), block):
             part = target[begin : begin + block]
             in_place = part.dtype == dtype and part.device.type == "cpu"
-            values = part if in_place else torch.empty(len(part), dtype=dtype)
+            values = part if in_place else torch.empty(len(part), dtype=dtype, device="cpu")
             data.seek(offset + (start + begin) * dtype.itemsize)
             if data.readinto(_bytes_of(values)) != values.nbytes:
                 raise OSError(f"{data.name} ends too early")

@@ -125,7 +125,7 @@ def continue_from(engine, old):
             for one in stepped:
                 elementwise, others = optimizer_state.states(old, one)
                 for state in elementwise:
-                    own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
+                    own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer), device="cpu"))
                     values = _values(old, {name: home for name, home in known.items() if home is one}, state)
                     bucket.fill(own, engine.owned(bucket).optimizer, values)
             of_buckets[bucket] = flat, others

@@ -90,5 +90,5 @@ def _meet(one, other):
 
 def _bytes(tensor):
     """The indices in its storage of all bytes of a tensor."""
-    elements = torch.arange(extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1, 1)
-    return _span(tensor)[0] + (elements * tensor.itemsize + torch.arange(tensor.itemsize)).view(-1)
+    elements = torch.arange(extent(tensor), device="cpu").as_strided(tensor.shape, tensor.stride()).reshape(-1, 1)
+    return _span(tensor)[0] + (elements * tensor.itemsize + torch.arange(tensor.itemsize, device="cpu")).view(-1)

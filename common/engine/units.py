@@ -312,14 +312,14 @@ class Values:
 
     Attributes:
         gathered, freed: {name: what the parameter is}.
-        numbers: the base of the latter, one number for each parameter.
+        numbers, written: the base of the latter, one number for each parameter; whether one may have been written.
         shown: whether they are.
         versions: those that belong to the values, which `WeightWrites.made` raises; None unless they are freed.
         marks: those while they are freed, never used before: torch's error tells no more than these.
         engine: a weak reference to the engine, once it runs.
     """
 
-    engine, shown, versions, marks = None, True, None, ()
+    engine, shown, versions, marks, written = None, True, None, (), True
     _marks = itertools.cycle(range(2**31, 2**32))
 
     def __init__(self, bucket):
@@ -346,7 +346,8 @@ class Values:
             bucket.note_strays()
             self.versions, self.marks = bucket.versions, [next(self._marks) for _ in bucket.members]
             set_versions(bucket.members.values(), self.marks)
-            self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
+            if self.written:
+                self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
             for name, parameter in bucket.members.items():
                 parameter.data = self.freed[name]
         if not bucket.full_parameters.untyped_storage().resizable():  # an array shares it, as numpy() makes one
@@ -364,6 +365,7 @@ class Values:
                 parameter.data = self.gathered[name]
             become_readable(bucket.members.values())
             if self.versions is not None:
+                self.written = [parameter._version for parameter in bucket.members.values()] != self.marks
                 set_versions(bucket.members.values(), self.versions)
             self.shown, self.versions = True, None
 

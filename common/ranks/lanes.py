@@ -126,22 +126,26 @@ class StreamLane:
 
     def __init__(self, name=""):
         # High priority: a collective's few blocks run at once, ahead of computation, and end sooner.
-        self._stream, self._callers = torch.cuda.Stream(priority=-1), {}
+        self._stream, self._callers, self._known = torch.cuda.Stream(priority=-1), {}, {}
         self._lock = threading.Lock()  # the caller's thread and the host lane's both use the bus
 
     def submit(self, work, *buffers):
-        self._stream.wait_stream(torch.cuda.current_stream())
+        caller = self._current()
+        self._stream.wait_stream(caller)
         with self._lock:
             callers, self._callers = self._callers, {}
         for stream in callers.values():
             self._stream.wait_stream(stream)
-        with torch.cuda.stream(self._stream):
+        torch.cuda.set_stream(self._stream)
+        try:
             work()
-            done = torch.cuda.Event()
-            done.record()
+        finally:
+            torch.cuda.set_stream(caller)
+        done = torch.cuda.Event()
+        done.record(self._stream)
 
         def wait(buffers):
-            waiting = torch.cuda.current_stream()
+            waiting = self._current()
             waiting.wait_event(done)
             for buffer in buffers:
                 buffer.record_stream(waiting)
@@ -150,10 +154,17 @@ class StreamLane:
 
     def wait_for_caller(self):
         """Have the next work wait for the caller's stream too. Called for each gradient: backward may use several."""
-        number = stream_number(self._stream.device)
-        if number not in self._callers:
+        caller = self._current()
+        if id(caller) not in self._callers:
             with self._lock:
-                self._callers[number] = torch.cuda.current_stream()
+                self._callers[id(caller)] = caller
+
+    def _current(self):
+        """The caller's stream: torch makes an object of it, in ten calls, which are made once for each stream."""
+        number = stream_number(self._stream.device)
+        if number not in self._known:
+            self._known[number] = torch.cuda.current_stream()
+        return self._known[number]
 
     def finish(self):
         """Return when all is done; the host waits too."""

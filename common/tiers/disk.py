@@ -138,7 +138,7 @@ class Disk(Host):
         with torch.inference_mode(False):  # the first request may come within it
             # Large pinned memory begins on a page, and another page could double the allocation.
             for extra in (0, PAGE) if pinned else (PAGE,):
-                whole = torch.empty(padded(nbytes) + extra, dtype=torch.uint8, pin_memory=pinned)
+                whole = torch.empty(padded(nbytes) + extra, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 begin = -whole.data_ptr() % PAGE if real else 0
                 if begin <= extra:
                     break

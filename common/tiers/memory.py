@@ -85,9 +85,9 @@ class Host(Device):
     def empty(self, numel, dtype):
         """See `Device.empty`. Raises InputError if the system refuses the memory."""
         if self._comm.simulated:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         if self.pins:
-            return torch.empty(numel, dtype=dtype, pin_memory=True)
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
         return shared(numel, dtype)
 
     def scratch(self, numel, dtype):

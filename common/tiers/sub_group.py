@@ -199,7 +199,7 @@ class SubGroup(OptimizerShard):
 
     def stand_in(self, dtype=torch.float32):
         """What stands for values on disk."""
-        nothing = torch.full((1,), math.nan).to(dtype).expand(length(self.own))
+        nothing = torch.full((1,), math.nan, device="cpu").to(dtype).expand(length(self.own))
         return nothing if isinstance(nothing, FakeTensor) else nothing.as_subclass(StandIn)
 
     @property

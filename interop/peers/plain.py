@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.ranks.collectives import Collectives
 from interop.peers.torch_ddp import Replicated
 
 
@@ -53,6 +54,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
     def __init__(self, model, optimizer, *, bucket_mb=None, deterministic=False, **options):
         for parameter in model.parameters():
             if not parameter.is_meta:
+                parameter.data = parameter.data.to(Collectives().device)
                 whole = parameter.data.contiguous()
                 dist.broadcast(whole, 0)
                 parameter.data.copy_(whole)

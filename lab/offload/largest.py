@@ -78,7 +78,7 @@ def train(world, options):
             for step in bar.track(range(options.steps), description=f"{layers} layers"):
                 engine.comm.traffic.reset()
                 began = time.perf_counter()
-                loss, _ = train_step(engine, [model.inputs_and_targets(batches.of(step, 0, 1))])
+                loss, _ = train_step(engine, [model.inputs_and_targets(batches.of(step, 0, 1).to(world.device))])
                 steps.append({"seconds": time.perf_counter() - began, "loss": loss.item()})
         measured = engine.accounting.measured()
         return {

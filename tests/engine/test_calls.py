@@ -535,7 +535,7 @@ def both(world, name, precision, folder):
 
     def plain(seed):
         torch.manual_seed(seed)
-        loop = LoopWithCalls(Calling(), MAKE, precision=precision)
+        loop = LoopWithCalls(Calling().to(world.device), MAKE, precision=precision)
         loop.reduces_at_once = name in EIGHT[2:]
         return loop
 

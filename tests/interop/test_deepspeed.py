@@ -248,8 +248,7 @@ def test_words_beside_the_loop_do_what_they_say_or_are_refused(world, tmp_path, 
     assert asked == [2, [0.9], 0.0, 1.0, False, False, 0, [0.1 / 4], True]
     engine.save_checkpoint(tmp_path, client_state={"best": np.float32(0.5), "seen": [np.int64(3)]})
     assert engine.load_checkpoint(tmp_path)[1] == {"best": 0.5, "seen": [3]}
-    weights = {name: tensor.cpu() for name, tensor in engine.module_state_dict().items()}
-    assert same_bits(engine._engine.full_state_dict(), weights)
+    assert same_bits(engine._engine.full_state_dict(), engine.module_state_dict())
     engine.save_16bit_model(tmp_path, "trained.bin", exclude_frozen_parameters=True)
     engine.destroy()
     kept = [*torch.load(tmp_path / "trained.bin"), *engine.module_state_dict(exclude_frozen_parameters=True)]

@@ -8,7 +8,7 @@ from training import SEVEN, same_bits
 
 from lab.compare import relative_difference
 
-pytestmark = hf.needs("lightning")
+pytestmark = [hf.needs("lightning"), pytest.mark.skipif(torch.cuda.is_available(), reason="Fabric is told of CPUs")]
 STEPS = 6
 
 

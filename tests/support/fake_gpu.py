@@ -174,11 +174,15 @@ class Gpu:
     def enter(self, stream):
         setattr(self._local, f"stream of {stream.device}", stream)
 
+    def go_to(self, stream):
+        """`torch.cuda.set_stream()`."""
+        self._local.device = stream.device
+        self.enter(stream)
+
     @contextlib.contextmanager
     def on(self, stream):
         before, device = self.current_of(stream.device), self.device
-        self._local.device = stream.device
-        self.enter(stream)
+        self.go_to(stream)
         try:
             yield
         finally:
@@ -412,7 +416,7 @@ class Gpu:
             (torch.cuda, "Event"): self.event,
             (torch.cuda, "current_stream"): self.current,
             (lanes, "stream_number"): lambda device: id(self.current()),
-            (torch.cuda, "stream"): self.on,
+            (torch.cuda, "set_stream"): self.go_to,
             (torch.cuda, "current_device"): lambda: self.device,
             (torch.cuda, "set_device"): self.choose,
             (torch, "compile"): lambda function, **options: function,  # each kernel alone, in the same order
@@ -480,7 +484,7 @@ class Devices(TorchFunctionMode):
                 asked_for.enter_context(self.gpu.asked_for(torch.device(device or HOST), pinned))
             return func(*args, **kwargs)
 
-    def pinned(self, numel, dtype):
+    def pinned(self, numel, dtype, device=HOST):
         """Pinned memory starts on a page boundary."""
         tensor = torch.frombuffer(mmap.mmap(-1, max(1, numel) * dtype.itemsize), dtype=dtype, count=numel)
         self.gpu.block(tensor, HOST, True)

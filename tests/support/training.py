@@ -187,4 +187,4 @@ def handed_on(world, writer, reader, folder, precision):
 
 def same_bits(one, other):
     """Whether two state dicts hold the same names and the same bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)

@@ -319,9 +319,10 @@ def test_what_keep_fp32_names_is_not_quantized(world):
         made.unshard(unit, units.PrefetchOrder())  # as a forward does
     kept = {name: parameter for name, parameter in made.module.named_parameters() if "ln_" in name}
     assert kept
-    assert all(torch.equal(parameter.float(), exact[name]) for name, parameter in kept.items())
+    assert all(torch.equal(parameter.float().cpu(), exact[name]) for name, parameter in kept.items())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="late lanes have no streams")
 @pytest.mark.parametrize("name", ["quantized:All", "replicated:Pairs"])
 def test_late_lanes_change_no_bit(world, tmp_path, name):
     assert probes.no_bit_depends_on_when_the_lane_runs(world, name, str(tmp_path)) == []
