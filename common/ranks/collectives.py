@@ -361,7 +361,9 @@ class Collectives:
         return [pieces[rank] for rank in range(self.size)]
 
     def _all_gather(self, shard, tensor):
-        if self.point_to_point or self.size == 1:
+        if self.size == 1:
+            _put(shard, tensor)
+        elif self.point_to_point:
             self._exchange(shard.expand(self.size, *shard.shape), tensor.view(self.size, -1))
         else:
             ALL_GATHER(tensor, shard, group=self.group)

@@ -134,7 +134,7 @@ def test_a_buffer_begins_on_a_page_wherever_pinned_memory_begins(world, tmp_path
     disk = Disk(Collectives(), tmp_path, sub_group=PAGE)
     disk._comm = SimpleNamespace(simulated=False, device=torch.device("cuda"))
 
-    def pinned(numel, dtype, pin_memory):
+    def pinned(numel, dtype, device, pin_memory):
         return torch.frombuffer(mmap.mmap(-1, begin + numel), dtype=dtype, count=numel, offset=begin)
 
     with mock.patch.object(torch, "empty", pinned):
