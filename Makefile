@@ -51,7 +51,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite teeth demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated words
+RECORDS := suite teeth demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated
 
 .PHONY: help demo notebooks site slides student infinity test test-gpu test-part test-cpus record-seconds gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -188,9 +188,6 @@ record-muon: $(INSTALLED)
 
 record-museum: $(INSTALLED)
 	$(BIN)/python -m interop.museum --json results/museum.json
-
-record-words: $(INSTALLED)
-	$(BIN)/python -m interop.beside_deepspeed --json results/words_deepspeed.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)

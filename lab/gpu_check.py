@@ -8,8 +8,10 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from common.measure.memory import Timeline
 from common.measure.tables import Table
 from common.outputs import ROOT, check_output, one_line_errors, parser_of, write_text
 from common.ranks.world import LocalWorld, RankFailed
+from interop import peers
 from lab.simulate.hardware import PRESETS
 from lab.simulate.world import Setting, simulate
 
@@ -159,11 +162,13 @@ def in_a_world(function):
 
 
 def made(name, model=MODEL, batch=4, checkpoints=None, init=None, **options):
-    """An engine over a model, and a micro-batch."""
+    """An engine, or a peer, over a model, and a micro-batch."""
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     module = models.build(model, checkpoint_activations=checkpoints, known=models.SIZES | models.LANDMARKS)
-    engine = find_engine(name)(module, adamw, init=init or models.initial_values(0), **options)
-    windows = torch.randint(256, (batch, module.window), dtype=torch.uint8, device=engine.comm.device)
+    engine_class = find_engine(name) if isinstance(name, str) else name
+    engine = engine_class(module, adamw, init=init or models.initial_values(0), **options)
+    device = next(engine.module.parameters()).device
+    windows = torch.randint(256, (batch, module.window), dtype=torch.uint8, device=device)
     return engine, module.inputs_and_targets(windows)
 
 
@@ -233,6 +238,35 @@ def beside_simulation(world, runs=SIMULATED, batch=8):
     return passed, "\n".join(said)
 
 
+def in_turns(world, model="gpt-124m", batch=8, rounds=12, steps=3):
+    """Stages and libraries in bf16, all in one process, in turns: ms of a step, beside DDP's, and its launches."""
+    who, dice = {name: name for name in STAGES} | {"DDP": peers.TorchDDP, "FSDP2": peers.FSDP2}, random.Random(0)
+    engines = {name: made(one, model, init=some_values, precision="bf16")[0] for name, one in who.items()}
+    windows = torch.randint(256, (batch, models.build(model).window), dtype=torch.uint8, device=world.device)
+    times, micro_batch, said = {name: [] for name in who}, models.build(model).inputs_and_targets(windows), []
+    for number in range(-2, rounds):  # the first two warm up
+        for name in dice.sample(list(who), len(who)):
+            train_step(engines[name], [micro_batch])
+            finish(world.device)
+            began = time.perf_counter()
+            for _ in range(steps):
+                train_step(engines[name], [micro_batch])
+            finish(world.device)
+            times[name] += [(time.perf_counter() - began) / steps] * (number >= 0)
+    for name, engine in engines.items():
+        ratios = sorted(own / ddp for own, ddp in zip(times[name], times["DDP"], strict=True))
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (world.device.type == "cuda")]
+        ) as run:
+            train_step(engine, [micro_batch])
+            finish(world.device)
+        launched = [event for event in run.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        told = f"{statistics.median(times[name]) * 1e3:.1f} ms, {statistics.median(ratios):.3f} of DDP"
+        fifth = len(ratios) // 5
+        said.append(f"{name}: {told} ({ratios[fifth]:.3f} to {ratios[-1 - fifth]:.3f}), {len(launched)} launches")
+    return True, "\n".join(said)
+
+
 @torch.no_grad()
 def some_values(name, tensor):
     """Values drawn on the device: as good as others for memory and time, and much sooner there."""
@@ -271,8 +305,6 @@ def drills():
 
 
 SUITE = ["tests/any_engine", "tests/engine", "tests/zeropp", "tests/offload"]
-BENCH = ["--models", "gpt-124m", "--precisions", "bf16", "--batch", "8", "--nproc", "1", "--peers", "TorchDDP"]
-BENCH += ["--engines", ",".join(STAGES), "--worlds", "1", "--rounds", "11"]
 CHECKS = {
     "versions": versions,
     "digests": of_one_rank,
@@ -284,7 +316,7 @@ CHECKS = {
     "simulated": partial(in_a_world, beside_simulation),
     "drills": drills,
     "suite": partial(ran, "-m", "pytest", "-q", "--maxfail", "30", *SUITE, minutes=15),
-    "bench": partial(ran, "-m", "lab.bench", *BENCH),
+    "turns": partial(in_a_world, in_turns),
 }
 
 

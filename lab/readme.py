@@ -62,7 +62,8 @@ def made(command, *names):
     module, _, function = command.partition(":")
     found, records = importlib.import_module(module), map(_read, names)
     if function:
-        return getattr(found, function)(*records)
+        made_of = getattr(found, function)(*records)
+        return made_of if isinstance(made_of, str) else made_of.markdown()
     tables = map(found.table, records) if names else [found.table()]
     return "\n\n".join(table.markdown() for table in tables)
 

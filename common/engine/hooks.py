@@ -13,7 +13,7 @@ class Hook:
     """
 
     def __init__(self, method=None, *first):
-        self._of, self._function = (weakref.ref(method.__self__), method.__func__) if method else (_gone, None)
+        self._of, self._function = (weakref.ref(method.__self__), method.__func__) if method else (lambda: None, None)
         self._first = first
 
     def __call__(self, *args):
@@ -22,10 +22,6 @@ class Hook:
 
     def __reduce__(self):
         return Hook, ()
-
-
-def _gone():
-    """What a weak reference to nothing returns."""
 
 
 class ModuleHook(Hook):

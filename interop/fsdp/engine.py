@@ -130,12 +130,12 @@ class Sharded(find_engine("stage3_param")):
             elif isinstance(parameter.grad, Gradient):  # otherwise the script's own, which the engine refuses
                 parameter.grad = None
 
-    def _report_gradient(self, name, parameter):
+    def _report_gradient(self, bucket, name, parameter):
         """Refuse a gradient from outside the forward, with FSDP2's names."""
         if running_backward.loss_scale is None:
             parameter.grad = None
             raise InputError(f"{name!r} got a gradient outside of the model's forward: read weights in that alone")
-        super()._report_gradient(name, parameter)
+        super()._report_gradient(bucket, name, parameter)
 
     @property
     def trainable(self):

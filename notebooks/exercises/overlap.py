@@ -92,8 +92,7 @@ class Engine(EngineBase):
         on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
-        if bucket not in self.filling:
-            self.allocate_gradients(bucket)
+        self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
         while self.state.reduces and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])

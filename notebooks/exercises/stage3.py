@@ -113,9 +113,7 @@ class Engine(EngineBase):
             for bucket in unit.buckets:
                 self.allocate(bucket)
                 bucket.unit = unit
-                bucket.full_parameters = torch.empty(
-                    bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device
-                )
+                bucket.full_parameters = self.comm.buffer(bucket.padded_numel, dtype=bucket.kind.dtype)
                 bucket.values = units.Values(bucket)
             unit.gathered = True
             self.free(unit)
@@ -271,8 +269,7 @@ class Engine(EngineBase):
     def gradient_ready(self, bucket, name, parameter):
         """Phase 4. Move a gradient that is ready into its unit's gradient buffer."""
         gradient, parameter.grad = parameter.grad, None
-        if bucket not in self.filling:
-            self.allocate_gradients(bucket)
+        self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
 
     def end_backward(self, unit):

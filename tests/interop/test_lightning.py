@@ -13,7 +13,10 @@ from common.engines import find_engine
 from common.errors import InputError
 from lab.compare import relative_difference
 
-pytestmark = hf.needs("lightning")
+pytestmark = [
+    hf.needs("lightning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the Trainer is told of CPUs"),
+]
 EPOCHS, BATCHES = 2, 5  # batches of a rank in an epoch
 
 

@@ -26,6 +26,7 @@ KEPT = {  # records whose command is gone: the page that shows them, the commit 
     "zeropp_pack_time.json": ("zeropp/README.md", "cfdb7d3"),
     "infinity_disk_step.json": ("offload/INFINITY.md", "cfdb7d3"),
     "infinity_ablation.json": ("offload/INFINITY.md", "cfdb7d3"),
+    "words_deepspeed.json": ("interop/DEEPSPEED.md", "bdb9b0c"),
 }
 
 

@@ -1,6 +1,7 @@
 """Worlds of ranks, started once per session and shared by all tests."""
 
 import os
+from collections import defaultdict
 from unittest import mock
 
 import late_group
@@ -33,22 +34,24 @@ def take_exact_kernels(world):
 def step_on_the_host():
     """Make every optimizer step on the host, as Offload does: CPU and CUDA kernels round AdamW differently.
 
-    Parameters and states are on the GPU before and after the step.
+    Parameters and states are on the GPU before and after the step. Of a step that raises they stay on the host.
     """
-    copies = {}  # optimizer -> [(its parameters in a group, place there, parameter)]
+    copies = defaultdict(list)  # optimizer -> for each of its nested steps [(parameters of a group, place, parameter)]
 
     def to_host(optimizer, args, kwargs):
-        own = copies[optimizer] = []
+        own = []
+        copies[optimizer].append(own)
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 if parameter.is_cuda and parameter.grad is not None:
                     copy = group["params"][place] = nn.Parameter(parameter.detach().cpu())
                     copy.grad = parameter.grad.cpu()
+                    vars(copy).update(vars(parameter))  # what engines tell of a whole group
                     optimizer.state[copy] = {name: moved(value) for name, value in optimizer.state[parameter].items()}
                     own.append((group["params"], place, parameter))
 
     def to_device(optimizer, args, kwargs):
-        for parameters, place, parameter in copies.pop(optimizer):
+        for parameters, place, parameter in copies[optimizer].pop():
             copy, parameters[place] = parameters[place], parameter
             parameter.data.copy_(copy.detach())
             states = optimizer.state[parameter]
