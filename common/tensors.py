@@ -29,6 +29,11 @@ def resize_storage(tensor, nbytes):
         storage.resize_(nbytes)
 
 
+def storage_users(tensor):
+    """How many tensors and arrays share a tensor's storage. torch has no public way to ask."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def stream_number(device):
     """The number of this thread's current CUDA stream. torch's public way makes a Stream of it, in ten calls."""
     return torch._C._cuda_getCurrentRawStream(device.index)

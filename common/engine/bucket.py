@@ -271,7 +271,7 @@ class Bucket(FlatRange):
 
     def note_storages(self):
         """Note the storages of its parameters."""
-        tensors = [*self.members.values(), self.full_parameters]
+        tensors = [*self.members.values(), self.full_parameters, self.values and self.values.numbers]
         self.storages = set(storage_ids(tensor for tensor in tensors if tensor is not None))
 
     def note_strays(self):

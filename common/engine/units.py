@@ -342,6 +342,8 @@ class Values:
         """The gathered run is freed: hide the parameters from the graph, too."""
         self.hide()
         bucket = self._bucket()
+        if not bucket.full_parameters.untyped_storage().resizable():
+            self.leave()  # to an array, as numpy() makes one
         if self.versions is None:
             bucket.note_strays()
             self.versions, self.marks = bucket.versions, [next(self._marks) for _ in bucket.members]
@@ -350,10 +352,16 @@ class Values:
                 self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
             for name, parameter in bucket.members.items():
                 parameter.data = self.freed[name]
-        if not bucket.full_parameters.untyped_storage().resizable():  # an array shares it, as numpy() makes one
-            bucket.full_parameters = torch.empty_like(bucket.full_parameters)
-            self.gathered = bucket.cut(bucket.full_parameters)
-            bucket.note_storages()
+
+    @past_subclasses
+    def leave(self):
+        """Leave the memory, with its values, to others that share it, such as an array; take other memory."""
+        bucket = self._bucket()
+        bucket.full_parameters = bucket.full_parameters.clone()
+        self.gathered = bucket.cut(bucket.full_parameters)
+        for name, parameter in bucket.members.items() if self.versions is None else ():
+            parameter.data = self.gathered[name]
+        bucket.note_storages()
 
     @past_subclasses
     def show(self):

@@ -19,7 +19,7 @@ from common.calls import entering, kept
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum, graph_nodes_made, host_value, past_subclasses
+from common.tensors import checksum, graph_nodes_made, host_value, past_subclasses, storage_users
 
 HOW = "write weights within `with engine.gathered(module, write=True):`"
 
@@ -114,7 +114,8 @@ def gathered(engine, *modules, write=False):
     and secondary shards too. Optimizer states stay.
 
     If a graph is made here, of a penalty on weights say, their values stay until the next backward has used them, or
-    the next forward or step begins. What other ranks do is not asked: they gather as if there were no graph.
+    the next forward or step begins. What other ranks do is not asked: they gather as if there were no graph. Without
+    one, what shares their memory longer than that, such as `weight.detach()`, keeps it, with the values of then.
 
     Raises:
         InputError: weights were written in a context for reading, or not alike on all ranks.
@@ -130,6 +131,7 @@ def gathered(engine, *modules, write=False):
             if not engine.state.inside:
                 opened.enter_context(engine.buffers.apart())
             nodes, changes = graph_nodes_made(), engine.weight_writes.changes
+            users = {b: storage_users(b.full_parameters) for b in buckets if b.values is not None}
             if write:
                 opened.enter_context(_writing(engine, members))
             else:
@@ -139,8 +141,12 @@ def gathered(engine, *modules, write=False):
         if not write:
             unseen = changed(before) if changes == engine.weight_writes.changes else []
             _check_read_only(engine.weight_writes, members, unseen)
-        for unit in {b.unit for b in buckets} - {None} if graph_nodes_made() > max(nodes, engine.nodes_used) else ():
-            unit.found_shown = True
+        graph = graph_nodes_made() > max(nodes, engine.nodes_used)
+        for bucket, number in users.items():
+            if graph:
+                bucket.unit.found_shown = True
+            elif storage_users(bucket.full_parameters) > number:
+                bucket.values.leave()
 
 
 def _check_read_only(writes, members, unseen):

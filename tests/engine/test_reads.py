@@ -325,6 +325,34 @@ def test_a_penalty_in_gathered_keeps_its_weights_until_a_backward_has_used_them_
         assert held() == []
 
 
+ALIASES = {
+    "detached": torch.Tensor.detach,
+    "its data": lambda weight: weight.data,
+    "a row": lambda weight: weight.detach()[:1],
+    "an array": lambda weight: weight.detach().numpy(force=True),
+    "by dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+}
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_shares_a_weights_memory_outlasts_gathered_with_the_values_of_then(world, name, write):
+    """In stages 0 to 2 it follows the weight, which stays where it is."""
+    made, plain = small_engine(world, name, make=Model), small_engine(world, "stage0_ddp", make=Model)
+    for alias in ALIASES.values():
+        with made.gathered(write=write), torch.no_grad():
+            weights = list(made.module.parameters())
+            shared = [alias(weight) for weight in weights]
+            copies = [torch.as_tensor(part).clone() for part in shared]
+        for engine in (made, plain):
+            step(engine, inputs(world, 0))
+        assert all(map(torch.equal, map(torch.as_tensor, shared), copies)), alias
+    assert same_bits(made.full_state_dict(), plain.full_state_dict())
+    assert made.model_state_bytes() == made.predicted_model_state_bytes()
+    made.zero_grad()
+    assert not any(bucket.full_parameters.untyped_storage().nbytes() for unit in made.units for bucket in unit.buckets)
+
+
 # ---- torch.func -----------------------------------------------------------------------------------------------------
 
 
