@@ -35,8 +35,8 @@ def storage_users(tensor):
 
 
 def stream_number(device):
-    """The number of this thread's current CUDA stream. torch's public way makes a Stream of it, in ten calls."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    """The number of this thread's current stream on a GPU, an int. torch's public way makes a Stream, in ten calls."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def tensors_in(value):

@@ -125,9 +125,10 @@ def continue_from(engine, old):
             for one in stepped:
                 elementwise, others = optimizer_state.states(old, one)
                 for state in elementwise:
-                    own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer), device="cpu"))
+                    part = engine.owned(bucket).optimizer
+                    own = flat.setdefault(state, torch.zeros(length(part), dtype=torch.float32, device="cpu"))
                     values = _values(old, {name: home for name, home in known.items() if home is one}, state)
-                    bucket.fill(own, engine.owned(bucket).optimizer, values)
+                    bucket.fill(own, part, values)
             of_buckets[bucket] = flat, others
         optimizer_state.fill(
             engine, _options(engine), lambda bucket, shard: _states_of(engine, bucket, shard, *of_buckets[bucket])

@@ -126,11 +126,12 @@ class StreamLane:
 
     def __init__(self, name=""):
         # High priority: a collective's few blocks run at once, ahead of computation, and end sooner.
-        self._stream, self._callers, self._known = torch.cuda.Stream(priority=-1), {}, {}
+        self._stream, self._device = torch.cuda.Stream(priority=-1), torch.cuda.current_device()
+        self._callers, self._known = {}, {}  # streams to wait for; all streams that it has met, by number
         self._lock = threading.Lock()  # the caller's thread and the host lane's both use the bus
 
     def submit(self, work, *buffers):
-        caller = self._current()
+        caller, device = self._current(), torch.cuda.current_device()
         self._stream.wait_stream(caller)
         with self._lock:
             callers, self._callers = self._callers, {}
@@ -141,6 +142,8 @@ class StreamLane:
             work()
         finally:
             torch.cuda.set_stream(caller)
+            if device != self._device:  # the caller works on another GPU meanwhile
+                torch.cuda.set_device(device)
         done = torch.cuda.Event()
         done.record(self._stream)
 
@@ -160,10 +163,10 @@ class StreamLane:
                 self._callers[id(caller)] = caller
 
     def _current(self):
-        """The caller's stream: torch makes an object of it, in ten calls, which are made once for each stream."""
-        number = stream_number(self._stream.device)
+        """The caller's stream on this GPU: torch makes an object of it, in ten calls, made once for each stream."""
+        number = stream_number(self._device)
         if number not in self._known:
-            self._known[number] = torch.cuda.current_stream()
+            self._known[number] = torch.cuda.current_stream(self._device)
         return self._known[number]
 
     def finish(self):

@@ -75,8 +75,7 @@ def GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True
     with whole or contextlib.nullcontext():
         yield
         for parameter in params if modifier_rank is not None else ():
-            values = parameter.data.to(
-                device_of(backend_of(dist.group.WORLD))
-            )  # a model of no engine yet is on the CPU
+            # Without an engine yet, a model may be on the CPU.
+            values = parameter.data.to(device_of(backend_of(dist.group.WORLD)))
             dist.broadcast(values, modifier_rank)
             parameter.data.copy_(values)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.ranks.collectives import Collectives
 from interop.peers.torch_ddp import Replicated
 
 
@@ -52,9 +51,10 @@ class AverageAfterBackward(ExactNorm, Replicated):
     name = "average_after_backward"
 
     def __init__(self, model, optimizer, *, bucket_mb=None, deterministic=False, **options):
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         for parameter in model.parameters():
             if not parameter.is_meta:
-                parameter.data = parameter.data.to(Collectives().device)
+                parameter.data = parameter.data.to(device)
                 whole = parameter.data.contiguous()
                 dist.broadcast(whole, 0)
                 parameter.data.copy_(whole)

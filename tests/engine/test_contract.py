@@ -131,40 +131,47 @@ def test_buffers_are_broadcast_unless_told_otherwise(world, stage, broadcast_buf
     assert not all_the_same(engine, {"mean": engine.module.bn.running_mean})  # each rank's batches since the broadcast
 
 
-def lived(world, name, precision, folder, default):
-    """The weights at the end of a life with every call, under a default device of the user's."""
-    sgd = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)  # torch's Adam keeps its count there
+def lived(world, name, precision, folder, device="cpu", dtype=torch.float32):
+    """The weights at the end of a life with every call, under these defaults of the user's."""
+    sgd = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)  # torch's Adam keeps its count on that device
+    torch.manual_seed(0)
     modules, xs = [Net().to(world.device) for _ in range(2)], [inputs_of(world, index) for index in range(3)]
-    with torch.device(default):
-        made, other = (
-            small_engine(world, name, precision, lambda model=model: model, optimizer=sgd, clip_norm=1.0)
-            for model in modules
-        )
-        step(made, xs[0])
-        made.save(folder)
-        before = made.snapshot()
-        step(made, xs[1])
-        made.restore(before)
-        made.load(folder)
-        with made.gathered(write=True), torch.no_grad():
-            for parameter in made.module.parameters():
-                parameter.mul_(1.5)
-        made.backward(loss(made(xs[2])))
-        with made.gradients(write=True) as gradients:
-            for gradient in gradients.values():
-                gradient.mul_(2)
-        made.step()
-        made.load_weights({name: weight / 2 for name, weight in made.full_state_dict().items()})
-        other.continue_from(made)
-        return other.full_state_dict()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            made, other = (
+                small_engine(world, name, precision, lambda module=module: module, optimizer=sgd, clip_norm=1.0)
+                for module in modules
+            )
+            step(made, xs[0])
+            made.save(folder)
+            before = made.snapshot()
+            step(made, xs[1])
+            made.restore(before)
+            made.load(folder)
+            with made.gathered(write=True), torch.no_grad():
+                for parameter in made.module.parameters():
+                    parameter.mul_(1.5)
+            made.backward(loss(made(xs[2])))
+            with made.gradients(write=True) as gradients:
+                for gradient in gradients.values():
+                    gradient.mul_(2)
+            made.step()
+            made.load_weights({name: weight / 2 for name, weight in made.full_state_dict().items()})
+            other.continue_from(made)
+            step(other, xs[0])
+            return other.full_state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*SEVEN, "replicated:Pairs"])
-def test_a_default_device_changes_nothing(world, tmp_path, name, precision):
+def test_the_users_defaults_change_nothing(world, tmp_path, name, precision):
     """On "meta", which stands for a GPU here, nothing would have a value."""
-    weights, others = (lived(world, name, precision, tmp_path / device, device) for device in ("cpu", "meta"))
-    assert same_bits(weights, others)
+    plain = lived(world, name, precision, tmp_path / "plain")
+    for default in ({"device": "meta"}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}):
+        assert same_bits(lived(world, name, precision, tmp_path / str(default), **default), plain), default
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="messages of NCCL have no tags")
