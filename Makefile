@@ -19,8 +19,8 @@
 #                 into them. In parts: make record-suite, -teeth, -demo,
 #                 -activations, -accumulated, -scores, -bench, -second-machine,
 #                 -small-models, -small-send-buffers, -growth, -alone, -capacity,
-#                 -offload, -infinity, -zeropp (root, iproute2), -muon, -museum,
-#                 -simulated, -words
+#                 -offload, -infinity, -zeropp (root, iproute2), -muon,
+#                 -optimizers, -recipes, -museum, -simulated, -words
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make site       write the explorer (a page with sliders for a model and its
 #                 GPUs) and the lesson pages (two engines side by side, their
@@ -32,7 +32,7 @@
 #                 without solutions, and an autograder for Gradescope
 # make infinity   train the largest model that this machine's free disk holds
 # make readme     write the recorded results into the READMEs
-# make lint       ruff's checks and its format
+# make lint       ruff's checks and its format, mypy's of public signatures
 # make clean      remove .venv
 # make help       print this
 #
@@ -51,7 +51,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite teeth demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon museum simulated
+RECORDS := suite teeth demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp muon optimizers recipes museum simulated
 
 .PHONY: help demo notebooks site slides student infinity test test-gpu test-part test-cpus record-seconds gpu-check test-all papers lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -186,6 +186,14 @@ record-simulated: $(INSTALLED)
 record-muon: $(INSTALLED)
 	$(BIN)/python -m lab.muon --nproc 2 --json results/muon.json
 
+# Of the libraries that are installed: $(BIN)/python -m pip install --constraint constraints.txt -e '.[optimizers]'
+record-optimizers: $(INSTALLED)
+	$(BIN)/python -m lab.optimizers --json results/optimizers.json
+
+# With the libraries: $(BIN)/python -m pip install --constraint constraints.txt -e '.[words,recipes]'
+record-recipes: $(INSTALLED)
+	$(BIN)/python -m lab.recipes --json results/words_recipes.json
+
 record-museum: $(INSTALLED)
 	$(BIN)/python -m interop.museum --json results/museum.json
 
@@ -210,6 +218,7 @@ record-seconds: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'

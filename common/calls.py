@@ -7,10 +7,13 @@ means that it does what a plain loop would do there. A call that another call ma
 import contextlib
 import functools
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 
+F = TypeVar("F", bound=Callable)  # a method that is a call
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -86,16 +89,16 @@ def _in_ordinary_mode():
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
-def entered(call, **how):
+def entered(call: str, **how: bool) -> Callable[[F], F]:
     """A decorator: a method that is a public call; `how` as in `entering`."""
 
-    def wrap(method):
+    def wrap(method: F) -> F:
         @functools.wraps(method)
         def run(engine, *args, **kwargs):
             with entering(engine, call, **how):
                 return method(engine, *args, **kwargs)
 
-        return run
+        return cast(F, run)
 
     return wrap
 

@@ -39,13 +39,11 @@ class MuonAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
 
     def add_param_group(self, param_group):
-        """Add a group, with the options of its optimizer."""
         stepping = self._muon if param_group.get("whole") else self._adamw
         super().add_param_group({**stepping.defaults, **param_group})
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Step every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             if group["whole"]:

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import commit
-from common.ranks.world import speaks_first
+from common.ranks.world import RankFailed, speaks_first
 
 ROOT = Path(__file__).parent.parent
+KINDS = {"int": {"type": int}, "float": {"type": float}, "flag": {"action": "store_true"}, "text": {}}
 TRIAL = 4096  # bytes that a file system must have free
 
 
@@ -28,14 +29,32 @@ def parser_of(module, description):
     return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=how)
 
 
+def add_options(parser, options, **known):
+    """Add options as a TOML file has them, {name: what argparse is given}, to a parser or a group of one.
+
+    A type is one of KINDS. `known` fills in what stands in braces in a help.
+    """
+    for name, given in options.items():
+        about = {"type": "text", "help": "", **given}
+        about["help"] = about["help"].format(**known)
+        parser.add_argument(f"--{name}", **KINDS[about.pop("type")], **about)
+
+
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn an InputError into one line on stderr, from one rank, and exit status 2."""
+    """Turn an InputError, or an exercise's open part, into one line on stderr and status 2; Ctrl-C into status 130."""
     try:
         yield
-    except InputError as error:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (InputError, RankFailed) as error:
+        said = str(error)
+        if isinstance(error, RankFailed):
+            said = said.strip().splitlines()[-1].removeprefix("NotImplementedError: ")
+            if not said.endswith("is still open"):
+                raise
         if speaks_first():
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -158,8 +177,8 @@ def written(path):
         raise InputError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def progress_bar(*columns):
-    """A progress bar, with `columns` after the usual ones; a context manager."""
+def progress_bar(*columns, shown=True):
+    """A progress bar, with `columns` after the usual ones, if it is `shown` and in a terminal; a context manager."""
     usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    return Progress(*usual, *columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*usual, *columns, console=console, transient=True, disable=not (shown and console.is_terminal))

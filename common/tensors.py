@@ -142,12 +142,10 @@ class Parts:
 
     def buffers(self):
         """The distinct buffers."""
-        found = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
-        return list(found.values())
+        return list({id(b): b for m in self._modules for b in m._buffers.values() if b is not None}.values())
 
 
 def tensors_of_state(optimizer):
-    """The tensors among an optimizer's states."""
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 

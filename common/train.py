@@ -6,16 +6,18 @@ import json
 import os
 import statistics
 import time
+import tomllib
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from rich.progress import TextColumn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common import models, optim
+from common import models, optim, outputs
 from common.checkpoint import runs
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
@@ -27,18 +29,18 @@ from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
-from common.outputs import asked, check_counts, check_name, one_line_errors, progress_bar, write_json, write_text
 from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, torchrun_env
 from common.report import lines_of
 from common.tiers.activations import HostActivations, predicted_moves
 
+OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: collectives that the first leaves in flight overlap with the second
 
 
-@one_line_errors()
+@outputs.one_line_errors()
 def main(package, arguments=None, add_own=None):
     """Entry of `python -m <package>`: parse the arguments, train, print what was measured.
 
@@ -50,13 +52,9 @@ def main(package, arguments=None, add_own=None):
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
     runs.add_arguments(parser)
-    muon = "adamw (default), or muon, for the matrices of layers, at 20 times --lr"
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=muon)
-    parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
-    to_record = "record two steps here, for ui.perfetto.dev; timings leave them out"
-    parser.add_argument("--trace", metavar="FILE", help=to_record)
+    outputs.add_options(parser, OPTIONS["engine"])
     own = add_own(parser) if add_own else lambda options: (package, {})
-    options = asked(parser, arguments)
+    options = outputs.asked(parser, arguments)
     runs.check_arguments(options)
     engine, options.own = own(options)
     command(_train_and_report, engine, options, options=options)
@@ -64,34 +62,12 @@ def main(package, arguments=None, add_own=None):
 
 def add_arguments(parser):
     """The arguments that the training commands share."""
-    parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
-    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="pretend that nodes have P ranks each")
-    parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=24, help="samples per step, over all ranks (default: %(default)s)")
-    micro = "cut each batch into K micro-batches"
-    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help=micro)
-    parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
-    add_checkpoints(parser)
-    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
-    parser.add_argument("--cosine", action="store_true", help="decay the learning rate to 0 over --steps")
-    parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
-    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
+    for group in ("batches", "checkpoints", "training"):
+        outputs.add_options(parser, OPTIONS[group])
     bucket_mb = 25.0 if torch.cuda.is_available() else 0.5  # small models on CPUs have several all the same
-    parser.add_argument("--bucket-mb", type=float, default=bucket_mb, help="MiB of a bucket (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="for weights and samples (default: %(default)s)")
-    parser.add_argument("--deterministic", action="store_true", help="add in a fixed order on CUDA too")
-    parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
+    parser.set_defaults(nproc=default_nproc(), bucket_mb=bucket_mb)
     # Defaults for options that not all commands have.
     parser.set_defaults(engines="stage0_ddp", optimizer="adamw", save=None, trace=None, generate=None, own={})
-
-
-def add_checkpoints(parser):
-    """The arguments for activation checkpoints."""
-    add, again = parser.add_argument, "recompute each block in backward: non-reentrant (default) or reentrant"
-    add("--checkpoint-activations", nargs="?", const="non-reentrant", metavar="KIND", help=again)
-    add("--offload-activations", action="store_true", help="keep on the host what these checkpoints save")
 
 
 def default_nproc():
@@ -112,7 +88,7 @@ def check_options(options):
     dtype_of(options.precision)
     for name in options.engines.split(","):
         find_engine(name)
-    check_counts(options, "steps")
+    outputs.check_counts(options, "steps")
     if options.optimizer == "muon" and not optim.split(model)[0]:
         raise InputError(f"--optimizer muon: no layer of {options.model} has a matrix; choose a gpt or llama model")
     if not 0 <= options.lr < float("inf"):
@@ -121,7 +97,7 @@ def check_options(options):
         raise InputError(f"--clip-norm {options.clip_norm}: give a norm above 0")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_name("--data", options.data)
+    outputs.check_name("--data", options.data)
     if options.trace and options.steps < WARM_UP + TRACED + 1:
         raise InputError(
             f"--steps {options.steps}: a trace needs {WARM_UP + TRACED + 1}: {WARM_UP} to warm up, {TRACED} in the "
@@ -185,22 +161,24 @@ def train(world, name, options, progress=None):
         A row as `lab.compare` writes it, the final weights, and the timeline's samples.
     """
     make = find_engine(name) if isinstance(name, str) else name
-    if options.deterministic:
-        choose_exact_kernels(world.device)
-    module = build_model(options)
-    optimizer, groups = choose_optimizer(options, module)
-    taken = {name: getattr(options, name) for name in ("precision", "clip_norm", "bucket_mb", "deterministic")}
-    engine = make(module, optimizer, init=models.initial_values(options.seed), **groups, **taken, **options.own)
-    runs.begin_stream(options.seed, world.rank)
-    ours = hasattr(engine, "comm")
-    if ours and options.offload_activations:
-        module.saving = HostActivations(engine)
-    schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if options.cosine else []
-    batches = make_batches(options)
-    if ours:
-        runs.agree(engine, options, batches)
-    survives = runs.TrainingRun(engine, options, batches, schedulers) if options.save else None
+    survives = runs.TrainingRun(options) if options.save else None
     with survives or nullcontext():
+        if options.deterministic:
+            choose_exact_kernels(world.device)
+        module = build_model(options)
+        optimizer, groups = choose_optimizer(options, module)
+        taken = {name: getattr(options, name) for name in ("precision", "clip_norm", "bucket_mb", "deterministic")}
+        engine = make(module, optimizer, init=models.initial_values(options.seed), **groups, **taken, **options.own)
+        runs.begin_stream(options.seed, world.rank)
+        ours = hasattr(engine, "comm")
+        if ours and options.offload_activations:
+            module.saving = HostActivations(engine)
+        schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if options.cosine else []
+        batches = make_batches(options)
+        if ours:
+            runs.agree(engine, options, batches)
+        if survives:
+            survives.begin(engine, batches, schedulers)
         if survives and survives.message and world.rank == 0:
             tables.say(survives.message)
         run = _run_steps(world, engine, module, options, batches, progress, schedulers, survives)
@@ -212,21 +190,19 @@ def train(world, name, options, progress=None):
     if ours:
         row["losses"] = (survives.losses if survives else []) + runs.means(engine.comm, run.losses)
         row |= _counted(world, engine, module, options, run)
-    tokens = options.batch * (module.window - 1)
     timed = run.seconds[WARM_UP:]
-    row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
+    row["tokens_per_second"] = options.batch * (module.window - 1) / statistics.median(timed) if timed else None
     weights = engine.full_state_dict()
-    row["param_sha256"] = sha256(weights)
-    row["parameters"] = models.count(module)
+    row |= {"param_sha256": sha256(weights), "parameters": models.count(module)}
     if options.optimizer == "muon":
-        whole = [bucket for bucket in engine.buckets if bucket.kind.whole]
+        whole = [bucket for bucket in engine.buckets if bucket.kind.undivided]
         elements = sum(slot.numel for bucket in whole for slot in bucket.slots.values())
         row["padding"] = sum(bucket.padded_numel for bucket in whole) / elements
     if run.recording is not None:
         trace = run.recording.collect()
         with together(engine.comm, f"--trace {options.trace}"):
             if world.rank == 0:
-                write_text(options.trace, json.dumps(trace))
+                outputs.write_text(options.trace, json.dumps(trace))
         row["overlap"] = overlap(trace) if trace else None
     if options.generate is not None:
         row["generated"] = generate(engine, os.fsencode(options.generate), options.seed).decode(errors="replace")
@@ -293,14 +269,12 @@ def how(options):
     return {name: getattr(options, name) for name in kept}
 
 
-def run_with_progress(world, name, options):
-    """`train` with a progress bar on rank 0."""
-    if world.rank:
-        return train(world, name, options)
-    with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
-        task = bar.add_task(getattr(name, "name", name), total=options.steps, loss="")
+def run_with_progress(world, name, options, place=""):
+    """`train` with a progress bar on rank 0, whose own loss it shows; `place` is which of several trainings this is."""
+    with outputs.progress_bar(TextColumn("{task.fields[loss]}"), shown=world.rank == 0) as bar:
+        task = bar.add_task(place + getattr(name, "name", name), total=options.steps, loss="")
         show = partial(bar.update, task)
-        return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
+        return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss of rank 0 {loss:.4f}"))
 
 
 def _train_and_report(world, package, options):
@@ -315,7 +289,7 @@ def _train_and_report(world, package, options):
     if options.json:
         asked = {"world_size": world.size, "model": options.model, "precision": options.precision, **how(options)}
         asked["optimizer"] = options.optimizer
-        write_json(options.json, {**asked, "hardware": hardware(world.device), **row})
+        outputs.write_json(options.json, {**asked, "hardware": hardware(world.device), **row})
     title = f"{package}: {options.model} on {world.size} ranks"
     if row["model_state_bytes"] is None:
         tables.say(f"all {options.steps} steps were done before, and nothing was measured")

@@ -1,9 +1,12 @@
 """Exercises: the engines with their heart taken out, written anew from the engines.
 
-    python -m course.exercises          write notebooks/exercises/stage1.py and the others
+    python -m course.exercises          write notebooks/exercises/stage1.py and the others, where they are missing
+    python -m course.exercises stage1   this one alone
 
-exercises.toml says what each takes out, and what is at hand to write it. A test compares the files with what this
-writes, so that no exercise falls behind its engine.
+A file that differs from a fresh one stays as it is, and the fresh one goes to results/local/exercises/.
+
+The source of an exercise is its engine, with exercises.toml: what is taken out, and what is at hand to write it. A test
+holds the stored files to it.
 """
 
 from dataclasses import replace
@@ -23,21 +26,38 @@ def _read():
 
 
 ALL = tuple(_read())
+FRESH = ROOT / "results" / "local" / "exercises"  # beside files that have changed
 EXERCISES, LATER = ALL[:3], ALL[3:]  # the later ones show of stages 1 to 3 what the earlier ones ask for
 
 
 def main(argv=None):
     parser = parser_of("course.exercises", __doc__)
-    parser.parse_args(argv)  # there are none
+    parser.add_argument("exercises", nargs="*", help="such as stage1 (default: all)")
+    asked = parser.parse_args(argv).exercises
     with one_line_errors():
-        for exercise in ALL:
-            if exercise.engine.resolve() == exercise.path.resolve():
-                raise InputError(
-                    f"{exercise.package}/engine.py is what you write; an exercise as given is in the archive"
-                )
-            exercise.path.parent.mkdir(exist_ok=True)
-            exercise.path.write_text(written(exercise))
-            print(exercise.path.relative_to(ROOT))
+        exercises = {exercise.path.stem: exercise for exercise in ALL}
+        for name in asked or exercises:
+            if name not in exercises:
+                raise InputError(f"{name}: there is no such exercise; choose from {', '.join(exercises)}")
+            print(written_anew(exercises[name]))
+
+
+def written_anew(exercise):
+    """Write a fresh exercise where there is none yet, else beside it; return a line that says what was done.
+
+    Raises:
+        InputError: the engine itself is the exercise, as in a student's tree.
+    """
+    if exercise.engine.resolve() == exercise.path.resolve():
+        raise InputError(f"{exercise.package}/engine.py is what you write; an exercise as given is in the archive")
+    text, path, said = written(exercise), exercise.path, ""
+    if path.exists() and path.read_text() == text:
+        return f"{path.relative_to(ROOT)} is fresh"
+    if path.exists():
+        path, said = FRESH / path.name, f"{path.relative_to(ROOT)} has changed and stays; a fresh one is "
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return f"{said}{path.relative_to(ROOT)}"
 
 
 def apart(exercises):

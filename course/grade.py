@@ -64,12 +64,17 @@ def exercise_of(file):
     """
     if not os.path.isfile(file):  # False also for a name that is too long
         raise InputError(f"{file}: there is no such file")
+    if (exercise := named_in(file)) is None:
+        *names, last = [exercise.path.name for exercise in ALL]
+        raise InputError(f"{file}: which stage? Name the file {', '.join(names)} or {last}")
+    return exercise
+
+
+def named_in(file):
+    """The exercise that a path names last, as stage1_mine.py does; None if it names none."""
     exercises = {exercise.path.stem: exercise for exercise in ALL}
     named = re.findall("|".join(exercises), str(file))
-    if not named:
-        names = [f"{name}.py" for name in exercises]
-        raise InputError(f"{file}: which stage? Name the file {', '.join(names[:-1])} or {names[-1]}")
-    return exercises[named[-1]]
+    return exercises[named[-1]] if named else None
 
 
 def part_of(exercise, named):
@@ -126,7 +131,7 @@ def show(report, hint, briefly=False):
         console.print(f"\nAll of it holds: {what}.")
         return
     console.print(f"\n[bold]{escape(finding['where'])}[/]")
-    if not finding["idea"].startswith(("syntax", "import", "solution", "open ")):
+    if finding["model"]:
         console.print(f"The case: {finding['model']}.")
     if report["printed"]:
         console.print("\nPrinted last:")

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from common import models
+from common.engine.accounting import STATES
 from common.engines import STAGES, find_engine
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import one_line_errors, parser_of, write_text
-from common.tiers.accounting import STATES
 from course.pages.answers import hints_of, is_number, judge
 from course.pages.scaling import ways
 from lab.plan.__main__ import ADVISED, USABLE

@@ -9,7 +9,7 @@ from common.outputs import one_line_errors, parser_of, try_folder, written
 from course.explorer.page import TITLE, explorer
 from course.lessons import recording
 from course.lessons.page import INCREMENTS, described, write
-from course.lessons.templates import inline, render
+from course.lessons.templates import render
 
 
 def main(arguments=None):
@@ -25,8 +25,7 @@ def main(arguments=None):
         recorded = recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
         about = described(recorded)
         (out / "explorer.html").write_text(explorer(recorded, about))
-        body = Path(__file__).with_suffix(".html").read_text().strip().format(about=inline(about), explorer=TITLE)
-        (out / "index.html").write_text(render("document.html", title="ZeRO, stage by stage", body=body))
+        (out / "index.html").write_text(render("site.html", about=about, explorer=TITLE))
         for path in (out / "index.html", out / "explorer.html", *write(out / "lessons", INCREMENTS, recorded)):
             print(path)
 

@@ -11,6 +11,7 @@ this class derives from its own and replaces the methods that touch the model an
 
 import contextlib
 import os
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,6 +29,7 @@ from accelerate.utils import DistributedType, convert_to_fp32  # noqa: E402
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 CHECKPOINT = "engine"  # the engine's folder in a checkpoint
+PARTS = "clip_grad_norm_: an engine clips all it trains; clip a part within engine.gradients(part, write=True)"
 TOGETHER = "prepare() takes one model that trains, with its one optimizer; call free_memory() before another"
 
 
@@ -42,7 +44,7 @@ class Accelerator(accelerate.Accelerator):
 
     engine = None
 
-    def __init__(self, engine="stage2_grad", engine_options=None, **named):
+    def __init__(self, engine: str = "stage2_grad", engine_options: dict | None = None, **named: Any) -> None:
         super().__init__(**named)
         self.choose(engine, engine_options)
 
@@ -117,8 +119,11 @@ class Accelerator(accelerate.Accelerator):
         self.engine.backward(loss / self.gradient_accumulation_steps, retain_graph=retain_graph)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        """Let the next step clip. The returned norm is NaN until then, because an engine clips in its step."""
+        """Let the next step clip all parameters. The returned norm is NaN until then: an engine clips in its step."""
         if self.sync_gradients:
+            trained = {parameter for bucket in self.engine.buckets for parameter in bucket.members.values()}
+            if {p for p in ([parameters] if torch.is_tensor(parameters) else parameters) if p.requires_grad} != trained:
+                raise InputError(PARTS)
             return self._stepping.clip(max_norm, norm_type)
 
     clip_grad_value_ = refused("clip_grad_value_: ranks keep shards; clip in step() of an optimizer class of your own")
@@ -146,7 +151,6 @@ class Accelerator(accelerate.Accelerator):
         with self._others():
             super().load_state(input_dir, **named)
         self.engine.load(os.path.join(input_dir, CHECKPOINT))
-        self._stepping.share()
 
     def _others(self):
         """A context in which Accelerate does not see the engine's model and optimizer."""

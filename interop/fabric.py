@@ -13,6 +13,8 @@ import copy
 import math
 import os
 import zlib
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,7 +41,7 @@ class ByEngine:
         InputError: an engine cannot do what the script asks for; one line names it.
     """
 
-    def __init__(self, engine="stage2_grad", **options):
+    def __init__(self, engine: str = "stage2_grad", **options: Any) -> None:
         super().__init__()
         self._engine_name, self._engine_options = engine, options
 
@@ -102,7 +104,7 @@ def checked(precision):
 class ZeroStrategy(ByEngine, DDPStrategy):
     """Fabric's DDP strategy, but an engine trains."""
 
-    def __init__(self, engine="stage2_grad", **options):
+    def __init__(self, engine: str = "stage2_grad", **options: Any) -> None:
         super().__init__(engine, **options)
         self._stepping = {}  # engine -> its Optimizer
         self._backward_sync_control = BackwardSync()
@@ -137,18 +139,19 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         engine.backward(tensor, retain_graph=retain_graph)
 
     def optimizer_step(self, optimizer, **named):
-        """The engine's step. What `clip_gradients_norm` was to refuse shows here."""
-        optimizer.step(**named)
-        norm, must_be_finite = getattr(optimizer, "limit", (None, False))
+        """The engine's step. It is skipped by a norm that `clip_gradients_norm` was to refuse, and then raises."""
+        norm, must_be_finite = optimizer.limit if optimizer.asked else (None, False)
+        skip_norm = optimizer.engine.skip_norm or (math.inf if must_be_finite else None)
+        with mock.patch.object(optimizer.engine, "skip_norm", skip_norm):
+            optimizer.step(**named)
         if must_be_finite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"the gradient's norm was {norm.item()}, after the step; give error_if_nonfinite=False to accept it"
-            )
+            raise RuntimeError("the gradient's norm was not finite: step skipped; error_if_nonfinite=False takes it")
 
     def clip_gradients_norm(self, module, optimizer, max_norm, norm_type=2.0, error_if_nonfinite=True):
         """Let the next step clip. The returned norm is NaN until then, because an engine clips in its step."""
+        must_be_finite = error_if_nonfinite or (bool(optimizer.asked) and optimizer.limit[1])
         norm = optimizer.clip(max_norm, norm_type)
-        optimizer.limit = norm, error_if_nonfinite
+        optimizer.limit = norm, must_be_finite
         return norm
 
     clip_gradients_value = refused(f"clip_val: {HOW_TO_CLIP}")
@@ -173,7 +176,6 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         models, rest = self._split(state)
         for name, model in models.items():
             model.engine.load(os.path.join(path, name))
-            self._stepping[model.engine].share()
         left = super().load_checkpoint(os.path.join(path, REST), rest, strict, weights_only) if rest else {}
         state.update(rest)
         return left
@@ -185,14 +187,6 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         if {model.engine for model in models.values()} != set(optimizers):
             raise InputError("a checkpoint takes each model together with its optimizer: an engine keeps both as one")
         return models, {k: v for k, v in state.items() if not isinstance(v, (Model, Optimizer))}
-
-    def get_module_state_dict(self, module):
-        """The whole model, on every rank; a collective."""
-        return module.state_dict()
-
-    def get_optimizer_state(self, optimizer):
-        """Refused."""
-        return optimizer.state_dict()
 
 
 class BackwardSync:

@@ -10,6 +10,7 @@ Fabric's strategies are other classes, with other methods: see `fabric.py`.
 
 import contextlib
 import os
+import warnings
 
 import torch
 
@@ -18,12 +19,16 @@ from interop.wrapped import Model, Optimizer, copy_options, refused, tried
 
 tried("lightning")
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
 from interop.fabric import HOW_TO_CLIP, REST, ByEngine, checked, one_of  # noqa: E402
 
 MODEL = "model"  # the engine's folder in a checkpoint
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping")
+NO_GRADIENTS = "p.grad is None there; read and write within trainer.strategy.engine.gradients(write=True)"
+LOST = "writes weights, which last in stages 0 to 2 in fp32 alone; average engine.full_state_dict() in its place"
 CLIPS = f"gradient_clip_algorithm='value': {HOW_TO_CLIP}"
 
 
@@ -73,6 +78,7 @@ class ZeroStrategy(ByEngine, DDPStrategy):
                 raise InputError(f"configure_optimizers(): the engine goes on with {type(kept).__name__}; return that")
             copy_options(given, kept)
             self.optimizers = [StepsAfter(self.engine, given)]
+            self._check_hooks([self.lightning_module, *trainer.callbacks])
         self.model = self.trained
         self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.optimizers[0].clip(clip_val)
         self.precision_plugin.clip_grad_by_value = refused(CLIPS)
@@ -88,6 +94,17 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         for name in ("backward", "configure_sharded_model"):
             if is_overridden(name, module):
                 raise InputError(f"{type(module).__name__}.{name}: an engine has its own; leave it out")
+
+    def _check_hooks(self, those):
+        averages = [one for one in those if isinstance(one, (StochasticWeightAveraging, WeightAveraging))]
+        if averages and any(bucket.loses_writes for bucket in self.engine.buckets):
+            raise InputError(f"{type(averages[0]).__name__} {LOST}")
+        found = [(one, hook) for one in those for hook in HOOKS if hasattr(one, hook) and is_overridden(hook, one)]
+        codes = {f"{type(one).__name__}.{hook}": getattr(getattr(one, hook), "__code__", None) for one, hook in found}
+        known = {"gradients", "clip_gradients"}  # names in the code of a hook that knows where gradients are
+        told = [name for name, code in codes.items() if known.isdisjoint(getattr(code, "co_names", ()))]
+        if told:
+            warnings.warn(f"{', '.join(told)}: {NO_GRADIENTS}", RuntimeWarning, stacklevel=2)
 
     def backward(self, closure_loss, optimizer, *args, **kwargs):
         """The engine's, between the hooks."""
@@ -124,8 +141,16 @@ class ZeroStrategy(ByEngine, DDPStrategy):
             raise InputError("weights only: an engine saves its whole state; leave save_weights_only out")
         filepath = self.broadcast(filepath)
         os.makedirs(filepath, exist_ok=True)
+        averages = "averaging_state" in checkpoint  # of WeightAveraging, which goes on from current_model_state
+        if averages:
+            checkpoint["current_model_state"] = self.engine.full_state_dict()
         super().save_checkpoint(checkpoint, os.path.join(filepath, REST), storage_options)
-        self.engine.save(os.path.join(filepath, MODEL))
+        with self.engine.gathered(write=True) if averages else contextlib.nullcontext():
+            if averages:
+                self.lightning_module.load_state_dict(checkpoint["state_dict"])
+            self.engine.save(os.path.join(filepath, MODEL))
+            if averages:
+                self.lightning_module.load_state_dict(checkpoint["current_model_state"])
 
     def load_checkpoint(self, checkpoint_path, weights_only=None):
         """Read the model and its optimizer; return the rest."""
@@ -135,7 +160,6 @@ class ZeroStrategy(ByEngine, DDPStrategy):
                 "into the module, before the run"
             )
         self.engine.load(os.path.join(checkpoint_path, MODEL))
-        self.optimizers[0].share()
         return super().load_checkpoint(os.path.join(checkpoint_path, REST), weights_only)
 
     def load_model_state_dict(self, checkpoint, strict=True):
@@ -147,5 +171,7 @@ class StepsAfter(Optimizer):
 
     def step(self, closure):
         loss = closure()
-        super().step()
+        if any(bucket.pending or bucket.has_gradient for bucket in self.engine.buckets):  # else torch's does nothing
+            super().step()
+        self.has_stepped()
         return loss

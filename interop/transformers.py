@@ -13,6 +13,7 @@ import contextlib
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,9 @@ class ByEngine:
 
     wrapped = None  # the model as the loop has it
 
-    def __init__(self, *inputs, engine="stage2_grad", engine_options=None, **named):
+    def __init__(
+        self, *inputs: Any, engine: str = "stage2_grad", engine_options: dict | None = None, **named: Any
+    ) -> None:
         self._chosen = engine, engine_options
         super().__init__(*inputs, **named)
 
@@ -126,16 +129,12 @@ class ByEngine:
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is not None:
-            self.lr_scheduler.load_state_dict(self._load_engine(checkpoint)["scheduler"])
+            extra = self.engine.load(os.path.join(checkpoint, CHECKPOINT))
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
 
     def _load_best_model(self):
         """The engine's checkpoint of that step, with the optimizer's states at that step."""
-        self._load_engine(self.state.best_model_checkpoint)
-
-    def _load_engine(self, checkpoint):
-        extra = self.engine.load(os.path.join(checkpoint, CHECKPOINT))
-        self.optimizer.share()
-        return extra
+        self.engine.load(os.path.join(self.state.best_model_checkpoint, CHECKPOINT))
 
 
 class Trainer(ByEngine, transformers.Trainer):

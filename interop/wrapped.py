@@ -6,6 +6,7 @@ the wrappers have those.
 """
 
 import contextlib
+import copy
 import importlib.metadata
 import inspect
 import math
@@ -17,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.engine.guards import watched
+from common.engine.hooks import Hook
 from common.engine.validation import check_numbers
 from common.engines import find_engine
 from common.errors import InputError
-from common.probes import check_hooks
+from common.probes import WHERE_TO_WRITE, check_hooks
 from common.ranks.lanes import backend_of, device_of
+from common.tensors import checksum, map_tensors
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
 
@@ -75,28 +79,71 @@ def _refuse(why, /, *_, **__):
 
 
 def factory_of(optimizer):
-    """A factory of optimizers of the same class, with the same defaults; its groups are for `param_groups=`.
+    """A factory of optimizers of its class, with its defaults and attributes; its groups are for `param_groups=`.
 
     Raises:
-        InputError: the optimizer cannot be built again; or it has step hooks or states, which would be lost.
+        InputError: it cannot be built again; or it has step hooks, a `step`, attributes or states that would be lost.
     """
     kind = type(optimizer)
-    taken = inspect.signature(kind).parameters
-    again = partial(kind, **{name: value for name, value in optimizer.defaults.items() if name in taken})
+    check_hooks(optimizer)
+    own, taken = _own_attributes(optimizer), inspect.signature(kind).parameters
+    needed = {name: own[name] for name in own if name in taken and taken[name].default is inspect.Parameter.empty}
+    again = partial(kind, **needed | {name: value for name, value in optimizer.defaults.items() if name in taken})
     try:
-        fresh = again([torch.nn.Parameter(torch.zeros(1))])
+        fresh = again([nn.Parameter(torch.zeros(1))])
     except Exception as error:
         raise InputError(f"optimizer: {kind.__name__} cannot be built again: {error}; give a function") from error
-    check_hooks(optimizer)
-    if optimizer.state and not fresh.state:  # Adagrad is built with states
-        raise InputError(f"optimizer: this {kind.__name__} has states already, which the engine would not have")
+    own = {name: value for name, value in own.items() if not _alike(value, vars(fresh).get(name, _ITSELF))}
+    again = partial(_with_attributes, again, own) if own else again  # probes know torch's own factories
+    if optimizer.state:
+        as_built = again(copy.deepcopy(optimizer.param_groups)).state  # Adagrad's has some
+        if not _alike([*optimizer.state.values()], [*as_built.values()]):
+            raise InputError(f"optimizer: this {kind.__name__} has states already, which the engine would not have")
     return again
+
+
+_ITSELF = object()  # in copies of an optimizer's attributes it stands for the optimizer
+_bits = partial(map_tensors, lambda tensor: tensor.shape if tensor.is_meta else checksum(tensor))
+
+
+def _alike(one, other):
+    """Whether two values have the same bits; False if they do not say, as arrays do not."""
+    with contextlib.suppress(Exception):
+        return bool(_bits(one) == _bits(other))
+    return False
+
+
+def _own_attributes(optimizer):
+    """Copies of an optimizer's defaults, and of the attributes that it has beyond torch's: {name: value}."""
+    kind, known = type(optimizer), vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {}))
+    if watched(optimizer.step) is not kind.step:
+        raise InputError(f"optimizer: the step of this {kind.__name__} was replaced; {WHERE_TO_WRITE}")
+    own, parameters = {}, {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name in sorted(vars(optimizer).keys() - known - {"step", "_opt_called"} | {"defaults"}):  # schedulers set two
+        seen = {id(optimizer): _ITSELF}
+        with contextlib.suppress(Exception):
+            own[name] = copy.deepcopy(vars(optimizer)[name], seen)
+        if name not in own or not parameters.isdisjoint(seen):
+            raise InputError(f"optimizer: {name!r} of this {kind.__name__} holds parameters, or cannot be copied")
+    return own
+
+
+def _with_attributes(make, own, parameters):
+    """What `make` makes of parameters or groups, with copies of these attributes."""
+    made = make(parameters)
+    vars(made).update(copy.deepcopy(own, {id(_ITSELF): made}))
+    return made
 
 
 def copy_options(source, target):
     """Copy the options of one optimizer's groups to another's: rates, decay."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update((name, value) for name, value in group.items() if name != "params")
+
+
+def trained_groups(optimizer):
+    """Its groups without frozen parameters, which torch's optimizers take and never step."""
+    return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in optimizer.param_groups]
 
 
 def engine_for(name, model, optimizer, options):
@@ -109,9 +156,9 @@ def engine_for(name, model, optimizer, options):
         InputError: there are no ranks; or the engine cannot train this model, or with this optimizer.
     """
     init_distributed()
-    make = find_engine(name)
+    make, again = find_engine(name), factory_of(optimizer)
     take_from_rank_0(model)
-    return make(model, factory_of(optimizer), param_groups=optimizer.param_groups, **options)
+    return make(model, again, param_groups=trained_groups(optimizer), **options)
 
 
 class Model(nn.Module):
@@ -183,16 +230,15 @@ class StandIn(torch.optim.Optimizer):
             given.register_step_pre_hook(_TAKEN)
             given.state_dict = given.load_state_dict = _TAKEN
             given.zero_grad = lambda set_to_none=True: engine.zero_grad()
-        self.share()
+            engine.optimizer.register_load_state_dict_post_hook(Hook(self._share))  # a load makes new groups
+            self._share()
 
     param_groups = property(lambda self: self._engine.optimizer.param_groups)
     state = property(lambda self: self._engine.optimizer.state)
     defaults = property(lambda self: self._engine.optimizer.defaults)
 
-    def share(self):
-        """Share one set of rates. Call it after `engine.load`, which makes new groups."""
-        if self._given is not None:
-            self._given.param_groups = self.param_groups
+    def _share(self, *_):
+        self._given.param_groups = self.param_groups
 
     def has_stepped(self):
         """Note a step of the engine. torch's schedulers ask their optimizer for it."""
@@ -214,7 +260,9 @@ _TAKEN = refused("an engine has taken over this optimizer; use the one that was 
 class Optimizer(StandIn):
     """The optimizer, whose step is the engine's. `optimizer` is the one that the script built.
 
-    `step_was_skipped`: the last step changed nothing, because a gradient overflowed in fp16.
+    Attributes:
+        step_was_skipped: the last step changed nothing, because a gradient overflowed in fp16.
+        asked: what the next step clips by, [(norm, type)], or []. Fabric's copies of this wrapper share the list.
     """
 
     _is_accelerate_prepared = True
@@ -224,7 +272,7 @@ class Optimizer(StandIn):
     def __init__(self, engine, optimizer):
         super().__init__(engine, optimizer)
         self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
-        self._always, self._asked = (engine.clip_norm, engine.norm_type), None
+        self._always, self.asked = (engine.clip_norm, engine.norm_type), []
         self._norm = torch.tensor(math.nan)
 
     def clip(self, max_norm, norm_type=2.0):
@@ -234,12 +282,18 @@ class Optimizer(StandIn):
             The norm before, a scalar tensor: NaN until that step, which computes it and fills it in.
 
         Raises:
-            InputError: the norm is not above 0, or its type is neither 2 nor infinity.
+            InputError: the norm is not above 0, its type is neither 2 nor infinity, or the step is to have another.
         """
-        check_numbers(max_norm, None, norm_type, bucket_mb=1.0)
-        self._asked = float(max_norm), float(norm_type)
-        self._norm = torch.tensor(math.nan)
+        asked = float(max_norm), float(norm_type)  # a tensor, or "inf"
+        check_numbers(asked[0], None, asked[1], bucket_mb=1.0)
+        if self.asked not in ([], [asked]):
+            raise InputError(f"one step clips once, and is to do so by {self.asked[0]}; leave one of the two calls out")
+        self.asked[:], self._norm = [asked], torch.tensor(math.nan)
         return self._norm
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad()
+        self.asked.clear()
 
     def step(self, closure=None):
         """The engine's step, clipped by the last call of `clip` since the step before, or else as the engine was built.
@@ -249,8 +303,7 @@ class Optimizer(StandIn):
         """
         if closure is not None:
             raise InputError("step(closure): an engine steps once per gradient; call backward first, then step()")
-        self.engine.clip_norm, self.engine.norm_type = self._asked or self._always
-        self._asked = None
+        self.engine.clip_norm, self.engine.norm_type = self.asked.pop() if self.asked else self._always
         result = self.engine.step()
         self.step_was_skipped = result.skipped
         self.has_stepped()

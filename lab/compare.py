@@ -71,10 +71,13 @@ def compare(world, engines, options):
             f"torch's DDP cannot find the unused parameters of {options.model} behind reentrant checkpoints; choose "
             "non-reentrant, or train the engines one by one"
         )
-    ddp, ddp_weights, _ = run_with_progress(world, TorchDDP, options)
+    ddp, ddp_weights, _ = run_with_progress(world, TorchDDP, options, f"1 of {len(engines) + 1}: ")
     rows, timelines = [], {}
-    for name in engines:
-        row, weights, timelines[name] = run_with_progress(world, name, options)
+    for number, name in enumerate(engines, 2):
+        place = f"{number} of {len(engines) + 1}: "
+        row, weights, timelines[name] = run_with_progress(world, name, options, place)
+        if world.rank == 0:
+            print(f"{place}{name}, loss {row['losses'][-1]:.4f}", file=sys.stderr)
         row |= simulated_peak(world, name, options)
         row["relative_norm_diff_to_torch_ddp"] = relative_difference(weights, ddp_weights)
         rows.append(row)

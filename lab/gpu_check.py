@@ -35,6 +35,7 @@ from common.outputs import ROOT, check_output, one_line_errors, parser_of, write
 from common.ranks.world import LocalWorld, RankFailed
 from interop import peers
 from lab.simulate.hardware import PRESETS
+from lab.simulate.own import LANDMARKS
 from lab.simulate.world import Setting, simulate
 
 MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second is large enough for its tensors to outweigh the libraries
@@ -164,7 +165,7 @@ def in_a_world(function):
 def made(name, model=MODEL, batch=4, checkpoints=None, init=None, **options):
     """An engine, or a peer, over a model, and a micro-batch."""
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    module = models.build(model, checkpoint_activations=checkpoints, known=models.SIZES | models.LANDMARKS)
+    module = models.build(model, checkpoint_activations=checkpoints, known=models.SIZES | LANDMARKS)
     engine_class = find_engine(name) if isinstance(name, str) else name
     engine = engine_class(module, adamw, init=init or models.initial_values(0), **options)
     device = next(engine.module.parameters()).device

@@ -35,23 +35,22 @@ from common.outputs import asked, one_line_errors, parser_of, publish
 from common.ranks import lanes
 from common.ranks.world import LocalWorld
 from interop import peers
+from lab.simulate.clock import COLLECTIVES, collective_of
 
 BLOCKS, RANKS, STEPS = 12, 8, 3
 SHAPE = {"layers": BLOCKS, "width": 32, "heads": 2, "sequence": 16}
 BUCKET_MB = 0.1  # a block and a half
 BESIDE = {"torch's DDP": peers.TorchDDP, "FSDP2": peers.FSDP2}
-COLLECTIVES = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
-COLLECTIVES |= {"alltoall": "all_to_all", "broadcast": "broadcast"}
 COPIES = ("copy_", "_to_copy", "clone", "cat", "split_with_sizes_copy", "_chunk_cat", "_foreach_copy_", "chunk_cat")
 PURPOSES = {  # of a Python function: the first with a part of its file's name
     "model": ("torch/nn/", "common/models/"),
     "optimizer": ("torch/optim/", "common/probes", "master_weights"),
     "looks": ("common/calls", "engine/guards", "engine/weight_writes", "engine/buffers", "common/tensors"),
     "units": ("engine/units", "engine/readers", "engine/backward_order"),
-    "buckets": ("engine/bucket", "engine/layout"),
-    "collectives": ("common/ranks/", "common/tiers/", "zeropp/"),
+    "buckets": ("engine/bucket", "engine/accumulation", "engine/layout"),
+    "collectives": ("common/ranks/", "common/tiers/", "offload/", "zeropp/"),
     "bytes": ("accounting", "common/measure/"),
-    "engine": ("common/", "stage0_ddp/", "stage1_os/", "stage2_grad/", "stage3_param/", "offload/"),
+    "engine": ("common/", "stage0_ddp/", "stage1_os/", "stage2_grad/", "stage3_param/"),
     "rest": ("",),  # contexts and the like
 }
 NO_LAUNCHES = ("empty", "new_empty", "detach", "resize", "set_", "record", "_unsafe_view")
@@ -69,8 +68,7 @@ class Counts(TorchDispatchMode):
         name = function._schema.name
         space, short = name.split("::")
         if space == "c10d":
-            kind = next((told for word, told in COLLECTIVES.items() if word in short.replace("_base", "")), short)
-            self.found[kind] += 1
+            self.found[collective_of(function, args)[0]] += 1
         elif short in SYNCS:
             self.found["syncs"] += 1
         elif space != "profiler" and not (function.is_view or short.startswith(NO_LAUNCHES)):

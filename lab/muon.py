@@ -72,12 +72,13 @@ def ways(name, ranks):
     of = dict(model.named_parameters())
     groups = [{"params": part, "whole": whole} for part, whole in zip(split(model), (True, False), strict=True)]
     runs = layout.buckets(of.items(), groups, lambda name, parameter: parameter.dtype, 25 * 2**20, ranks)
-    whole = [run for run in runs if run.kind.whole]
+    whole = [run for run in runs if run.kind.undivided]
     matrices = sum(parameter.numel() for parameter in groups[0]["params"])
     everything, padded = sum(p.numel() for p in of.values()), sum(run.padded_numel for run in runs)
     every_rank = sum(operations(parameter.shape) for parameter in groups[0]["params"])
     dealt = max(
-        sum(operations(shape) for run in whole for _, shape in run.whole_in(run.shard(rank))) for rank in range(ranks)
+        sum(operations(shape) for run in whole for _, shape in run.undivided_in(run.shard(rank)))
+        for rank in range(ranks)
     )
     others = (ranks - 1) / ranks
     return [

@@ -99,8 +99,8 @@ def stages_table(demo):
         source = Path(inspect.getsourcefile(find_engine(stage))).relative_to(ROOT)
         cells = (f"[`{stage}`]({page_of(stage)})", idea, f"{in_fp32}: {held}", in_16_bit, sent)
         rows.append((*cells, f"[{_length(source)}]({source})"))
-    beside = _length("zeropp/transports.py") + _length("zeropp/quantize.py")
-    note = SAID["note"].format(model=described(demo), beside=beside, chain=_length("zeropp/chain.py"))
+    further = {room: f"{sum(map(_length, files)):,}" for room, files in SAID["further"].items()}
+    note = SAID["note"].format(model=described(demo), **further)
     return Table("", SAID["header"], rows, words=(0, 1), note=note).markdown()
 
 

@@ -32,11 +32,11 @@ from common.engine import EngineBase, Owned, layout
 from common.errors import InputError
 from common.probes import check_elementwise
 from common.tensors import length
-from common.tiers.accounting import Move, TieredAccounting
 from common.tiers.bus import Bus
 from common.tiers.memory import Device, Host
-from common.tiers.opening import check_room
-from common.tiers.stepping import SteppedBucket, Stepper
+from offload.accounting import Move, TieredAccounting
+from offload.opening import check_room
+from offload.stepping import SteppedBucket, Stepper
 
 
 def check_options(ratio, delayed_update, warmup_steps):
@@ -89,11 +89,11 @@ class OffloadEngine(EngineBase):
         return {"parameters": [(bucket.whole(), self.tier["device"])], "gradients": shard, "optimizer": shard}
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
+        """The traffic table: how often each collective runs over a bucket in a step that reduces `reductions` times."""
         return {"reduce_scatter": reductions, "all_gather": self.landed} if bucket.kind.trainable else {}
 
     def moves(self, bucket, reductions):
-        """The table of copies between tiers in a step of `reductions` reductions, a `Move` each."""
+        """The table of copies between tiers in a step that reduces `reductions` times, a `Move` each."""
         on_host = sum(length(part) for part, tier in self.placed(bucket)["optimizer"] if tier.on_host)
         nbytes = on_host * bucket.kind.dtype.itemsize if bucket.kind.trainable else 0
         return [Move(reductions, "device", "cpu", nbytes), Move(self.landed, "cpu", "device", nbytes)]
@@ -119,6 +119,7 @@ class OffloadEngine(EngineBase):
 
         Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
         on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
+        None is reduced while `state.reduces` is off: under a `no_sync` that accumulates, in another engine's backward.
         """
         gradient, parameter.grad = parameter.grad, None
         self.allocate_gradients(bucket)
@@ -128,7 +129,7 @@ class OffloadEngine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions until at most one other bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()
@@ -137,11 +138,11 @@ class OffloadEngine(EngineBase):
     def reduce(self, bucket):
         """Phase 2. This rank's shard of the mean replaces its own gradients in the bucket and is copied to the host."""
         self.allocate_gradients(bucket)
-        bucket.finalize()
+        bucket.finalize()  # zeros where no gradient came
         mean = bucket.local_gradients[bucket.shard(self.rank)]
         reduction = self.comm.reduce_scatter(bucket.local_gradients, mean, bucket.name)
         bucket.handle = self.bus.to_host(bucket, mean, after=reduction)
-        bucket.local_gradients = None
+        bucket.local_gradients = None  # the handle holds it until it is reduced
         self.in_flight.append(bucket.handle)
 
     def finish_backward(self):
@@ -176,7 +177,7 @@ class OffloadEngine(EngineBase):
 
     def step_optimizer_shard(self, bucket, shard):
         """Step an optimizer shard in its tier. The host steps one after the other, on a lane of its own."""
-        shard.stepper.prepare(shard, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
+        shard.stepper.prepare(shard, self.options, bucket.kind.group, self._factor)
         if shard.spare is not None:  # the next backward's mean may arrive before this one is used
             shard.gradient_shard, shard.spare = shard.spare, shard.gradient_shard
         return shard.tier.lane.submit(partial(shard.stepper.run, bucket.name, after=bucket.copying_up))
@@ -201,6 +202,7 @@ class OffloadEngine(EngineBase):
             self.copy_up(bucket, steps)
             self.gather(bucket)
             self.weight_writes.made([bucket])
+        self.end_update()
         self.wait_in_flight()
 
     def wait_in_flight(self):

@@ -34,11 +34,11 @@ import stage3_param
 from common.engine import accounting, units
 from common.errors import InputError
 from common.probes import check_elementwise, check_swapped
-from common.tiers.accounting import STATES, TIERS, Move, TieredAccounting, moves_of_sums
 from common.tiers.bus import Bus
-from common.tiers.disk import Disks, refuse_state_dict
-from common.tiers.opening import open_tiers
-from common.tiers.sub_group import TieredBucket
+from offload.accounting import STATES, TIERS, Move, TieredAccounting, moves_of_sums
+from offload.disk import Disks, refuse_state_dict
+from offload.opening import open_tiers
+from offload.sub_group import TieredBucket
 
 READ_AHEAD = 2  # units that are read from disk while the one before them is gathered
 
@@ -87,7 +87,7 @@ class InfinityEngine(stage3_param.Engine):
         return {state: [(part, self.tier[self.tiers[state]]) for part in parts] for state in STATES}
 
     def moves(self, bucket, reductions):
-        """The table of copies between tiers in a step of `reductions` reductions, a `Move` each.
+        """The table of copies between tiers in a step that reduces `reductions` times, a `Move` each.
 
         What moves between "device" and another tier crosses the bus; "nvme" is read and written. The step runs where
         the optimizer states lie or, if that is the disk, on the host.
@@ -162,7 +162,7 @@ class InfinityEngine(stage3_param.Engine):
     def pin(self, unit):
         """Gather a unit and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
-            unit.found_whole, unit.found_shown = unit.whole, unit.shown
+            unit.whole_before, unit.shown_before = unit.whole, unit.shown
             self.unshard(unit, units.PrefetchOrder())
             self.disks.agree()
         unit.pins += 1

@@ -41,8 +41,9 @@ def _on_tensor_axis(engine, comm, samples, micro_batches):
     again = {None: 0, KINDS[0]: 1, KINDS[1]: 2}[model.checkpoint_activations]
     sums = len(blocks) * (4 + again) + hasattr(model, "wte") + hasattr(model, "head")
     sent = Counter(all_reduce=micro_batches * sums * 2 * share * others)
-    if isinstance(model.saving, PartitionedActivations):
+    if model.checkpoint_activations and isinstance(model.saving, PartitionedActivations):
         sent["all_gather"] += micro_batches * len(blocks) * share * others
+    sent["all_gather"] += micro_batches * 8 * getattr(model, "draws", False) * others  # a checksum of random streams
     if hasattr(model, "head"):  # the loss: two fp32 sums, and the largest logits
         tokens = samples * (model.window - 1)
         sent["all_reduce"] += micro_batches * 2 * 4 * round_up(2 * tokens, comm.size) // comm.size * others

@@ -9,6 +9,7 @@ sums in forward and backward and two in recomputation, so P_a adds a twelfth.
 Source: ZeRO, arXiv 1910.02054, sec. 6.1 and 8; P_a+cpu keeps the parts on the host.
 """
 
+import traceback
 import weakref
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from common.engine.layout import round_up
+from common.models.recompute import run_blocks
 from common.tensors import inside_backward
 
 
@@ -29,6 +31,8 @@ class Part(NamedTuple):
 
 class PartitionedActivations(saved_tensors_hooks):
     """The context in which checkpoints save parts: a zoo model that was split takes it as its attribute `saving`.
+
+    What anything else saves in it, such as the pieces inside a layer, may differ between tensor ranks: it stays whole.
 
     Args:
         axes: the engine's.
@@ -48,7 +52,7 @@ class PartitionedActivations(saved_tensors_hooks):
         """Return the `Part` that stands for a tensor."""
         if inside_backward():  # what a recomputation saves is used at once
             return tensor
-        if not tensor.is_floating_point() or not tensor.numel():
+        if not tensor.is_floating_point() or not tensor.numel() or not _a_checkpoint_saves():
             return tensor
         share = round_up(tensor.numel(), self.comm.size) // self.comm.size
         own = tensor.new_zeros(share)
@@ -70,3 +74,13 @@ class PartitionedActivations(saved_tensors_hooks):
         super().__exit__(*error)
         if self.host is not None:
             self.host.last = None
+
+
+def _a_checkpoint_saves():
+    """Whether a checkpoint of `run_blocks` saves a tensor now, not a layer, nor a checkpoint inside one.
+
+    torch has no public way to ask.
+    """
+    names = ((frame.f_code, frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_stack(None))
+    outside = (code for code, name in names if name != __name__ and name.partition(".")[0] != "torch")
+    return next(outside) is run_blocks.__code__

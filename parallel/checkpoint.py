@@ -45,6 +45,9 @@ def read(engine, folder):
     for kind, found in merged.items():
         for part in reversed(parts.values()):
             found.update(part[kind])
+    tied = {name: own for index in parts.values() for name, own in index["tied"].items()}
+    _check_ties(tied, dict(engine.module.named_parameters()), "there and not here")
+    _check_ties(model_state.tied(engine), merged["parameters"], "here and not there")
     if engine.axes.pipeline is not None:  # what other stages have
         here = {"parameters": dict(engine.module.named_parameters()), "buffers": dict(model_state.buffers(engine))}
         here["extra_state"] = model_state.extra_state(engine)
@@ -52,6 +55,15 @@ def read(engine, folder):
     for name, told in merged["parameters"].items():
         told["shape"] = list(source.tensors[f"parameters/{name}"][1])
     return {**index, **merged, "files": []}, source, extra
+
+
+def _check_ties(tied, apart, where):
+    """Refuse parameters that are tied, {further name: name}, on one side, and `apart` on the other."""
+    for name in tied.keys() & apart:
+        raise InputError(
+            f"{name!r} is tied to {tied[name]!r} {where}, as pipeline.untie(model) parts them: write it on both sides; "
+            "load_weights() takes the full_state_dict() of the tied model into an untied one"
+        )
 
 
 class Joined(tensor_file.Tensors):

@@ -46,6 +46,7 @@ class Ulysses:
         self.attend, self.comm = attend, comm
 
     def __call__(self, *tensors):
+        check_heads(tensors[0].shape[1], self.comm)  # `tensor.split` may have left fewer
         return Swap.apply(self.attend(*(Swap.apply(tensor, self.comm, 1, 2) for tensor in tensors)), self.comm, 2, 1)
 
 
@@ -58,13 +59,17 @@ def split(model, comm):
     if not hasattr(model, "predict"):
         raise InputError("the zoo's GPT and Llama alone take parts of sequences")
     attention = model.blocks[0].attention
-    heads = attention.out.in_features // attention.head_width
-    if heads % comm.size:
-        raise InputError(f"{comm.size} sequence ranks do not divide the {heads} heads")
+    check_heads(attention.out.in_features // attention.head_width, comm)
     for module in (model, *(block.attention for block in model.blocks)):
         module.sequence_rank = comm.rank
     for block in model.blocks:
         block.attention.attend = Ulysses(block.attention.attend, comm)
+
+
+def check_heads(heads, comm):
+    """Raise InputError if the ranks do not divide the heads of one rank."""
+    if heads % comm.size:
+        raise InputError(f"{comm.size} sequence ranks do not divide the heads that a rank has, {heads}")
 
 
 def part(tokens, comm):

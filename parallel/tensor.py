@@ -27,6 +27,8 @@ from torch import nn
 from common.engine.layout import round_up
 from common.errors import InputError
 from common.loss import IGNORED
+from common.ranks.axes import ALIKE
+from common.tensors import checksum
 
 BY_COLUMNS = {"qkv": 3, "query": 1, "key": 1, "value": 1, "up": 1, "gate": 1}  # a layer's name -> blocks of its columns
 BY_ROWS = ("out", "down")
@@ -100,10 +102,14 @@ class RowParallelLinear(nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
-def own_of(tokens, rows, comm):
-    """Tokens as numbers of this rank's rows, and which are others'. Ends keep those that no rank has: an error."""
-    own = tokens - comm.rank * rows
-    return own, (own < 0) & (comm.rank > 0) | (own >= rows) & (comm.rank < comm.size - 1)
+def own_of(tokens, rows, vocabulary, comm):
+    """Tokens as numbers of this rank's rows, and which are others'. One that the vocabulary lacks is left as it is.
+
+    So it is an IndexError on every rank, as unsplit: no rank has as many rows, padding included.
+    """
+    unknown = (tokens < 0) | (tokens >= vocabulary)
+    own = torch.where(unknown, tokens, tokens - comm.rank * rows)
+    return own, ((own < 0) | (own >= rows)) & ~unknown
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -111,10 +117,10 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def __init__(self, embedding, comm):
         super().__init__(*embedding.weight.shape, device="meta")
-        self.weight, self.comm = embedding.weight, comm
+        self.weight, self.comm, self.vocabulary = embedding.weight, comm, embedding.num_embeddings
 
     def forward(self, tokens):
-        own, others = own_of(tokens, len(self.weight), self.comm)
+        own, others = own_of(tokens, len(self.weight), self.vocabulary, self.comm)
         embedded = F.embedding(own.masked_fill(others, 0), self.weight).masked_fill(others[..., None], 0)
         return AddUp.apply(embedded, self.comm)
 
@@ -135,6 +141,32 @@ class CutDropout(nn.Dropout):
         return x * keep / (1 - self.p)
 
 
+class Streams:
+    """After a forward that draws, as dropout does, tensor ranks compare their streams: what is whole needs one mask.
+
+    A rank sends 8 bytes to each other one; the model's attribute `draws` says so.
+    """
+
+    def __init__(self, comm):
+        self.comm, self.before = comm, None
+
+    def states(self):
+        """The states of the random streams, uint8 [bytes]."""
+        device = torch.cuda.get_rng_state(self.comm.device) if self.comm.device.type == "cuda" else torch.empty(0)
+        return torch.cat([torch.get_rng_state(), device.byte()])
+
+    def note(self, model, args):
+        self.before = None if self.comm.simulated or not torch.is_grad_enabled() else self.states()
+
+    def compare(self, model, args, out):
+        """Raise InputError on every rank if they differ."""
+        model.draws = self.before is not None and not torch.equal(self.before, self.states())
+        if model.draws:
+            own = torch.tensor([checksum(self.before)], device=self.comm.device)
+            if (self.comm.everyones(own, "the random streams") != own).any():
+                raise InputError(f"what tensor ranks drop of whole activations differs; {ALIKE}")
+
+
 class VocabParallelLoss:
     """`common.models.loss` of logits whose columns are cut: [..., vocabulary / T] and int64 [...] to a scalar."""
 
@@ -147,9 +179,9 @@ class VocabParallelLoss:
         first, columns = self.comm.rank * logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
         logits = logits.masked_fill(first + columns >= vocabulary, -torch.inf)  # padding
         logits = logits - self.comm.maximum(logits.detach().amax(dim=1), "the largest logits")[:, None]
-        own, others = own_of(targets, len(columns), self.comm)
+        own, others = own_of(targets, len(columns), vocabulary, self.comm)
         others |= targets == IGNORED
-        of_target = logits.gather(1, own.masked_fill(others, 0)[:, None])[:, 0].masked_fill(others, 0)
+        of_target = -F.nll_loss(logits, own.masked_fill(others, 0), reduction="none").masked_fill(others, 0)
         total, of_target = AddUp.apply(torch.stack([logits.exp().sum(dim=1), of_target]), self.comm)
         return ((total.log() - of_target) * (targets != IGNORED)).sum() / (targets != IGNORED).sum()
 
@@ -197,6 +229,9 @@ def split(model, axes):
         elif name != "wpe" and not isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) and [*layer.parameters(recurse=False)]:
             raise InputError(f"{path!r} is a {type(layer).__name__}, and the zoo's GPT and Llama alone can be split")
     axes.whole = {name for name, _ in model.named_parameters()} - axes.cuts.keys()
+    streams = Streams(comm)
+    model.register_forward_pre_hook(streams.note)
+    model.register_forward_hook(streams.compare)
 
 
 def _add_up_in_backward(comm, module, args):

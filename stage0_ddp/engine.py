@@ -27,7 +27,7 @@ class Engine(EngineBase):
         return Owned(parameters=everything, gradients=everything, optimizer=everything)
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
+        """The traffic table: how often each collective runs over a bucket in a step that reduces `reductions` times."""
         return {"all_reduce": reductions} if bucket.kind.trainable else {}
 
     def partition(self):
@@ -36,7 +36,7 @@ class Engine(EngineBase):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-            bucket.local_gradients = bucket.gradients  # gradients are packed where they are kept
+            bucket.local_gradients = bucket.gradients  # packed where their mean will be
 
     def begin_backward(self):
         """Start with the bucket that fills first."""
@@ -47,6 +47,7 @@ class Engine(EngineBase):
 
         Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
         on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
+        None is reduced while `state.reduces` is off: under a `no_sync` that accumulates, in another engine's backward.
         """
         gradient, parameter.grad = parameter.grad, None
         bucket.pack(name, gradient)
@@ -56,7 +57,7 @@ class Engine(EngineBase):
 
     def reduce(self, bucket):
         """Phase 2. Replace the bucket's gradients by their mean over ranks, overlapped with backward."""
-        bucket.finalize()
+        bucket.finalize()  # zeros where no gradient came
         bucket.handle = self.comm.all_reduce(bucket.local_gradients, bucket.name)
 
     def finish_backward(self):
@@ -70,4 +71,4 @@ class Engine(EngineBase):
     def update(self):
         """Phase 4. Every rank takes the same step over all parameters."""
         for bucket in self.buckets:
-            self.step_shard(bucket.optimizer_shard)
+            self.step_shard(bucket.optimizer_shard)  # here the whole bucket

@@ -24,7 +24,7 @@ class DataParallel:
 
     def __init__(self, model, optimizer):
         # One flat tensor holds all parameters, another all gradients; the model's own become views of them, so that a
-        # collective moves a single tensor. Padding it to N shards of a multiple of 32 is for later stages.
+        # collective moves a single tensor. It has N parts of a multiple of 32: see the end of this page.
         parameters, size = list(model.parameters()), dist.get_world_size()
         numel, multiple = sum(p.numel() for p in parameters), 32 * size
         self.parameters = nn.Parameter(torch.zeros(-(-numel // multiple) * multiple))
@@ -49,7 +49,7 @@ class DataParallel:
         self.gradients.zero_()
 
     def held(self):
-        """Bytes of model states on this rank. Just before an update, all of them exist."""
+        """Bytes of model states on this rank. Just before an update, from the second on, all exist."""
         states = [state for state in self.optimizer.state[self.parameters].values() if state.dim()]
         kinds = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer states": states}
         return {name: sum(tensor.nbytes for tensor in some) for name, some in kinds.items()}
@@ -97,7 +97,8 @@ if __name__ == "__main__":
 
 # What engine.py adds:
 # - buckets: gradients are reduced in parts, while backward computes the next ones; here nothing overlaps
-# - parameters that begin at multiples of 64 bytes, which kernels for a few rows need to round alike
+# - parameters that begin at multiples of 64 bytes: the order in which a kernel adds depends on where its matrix begins;
+#   parts are multiples of 32 elements, as a fused optimizer steps a remainder by other instructions
 # - 16-bit training with fp32 masters, loss scaling, clipping, accumulation, parameter groups, frozen weights, buffers
 # - checkpoints, models built on the meta device, a count of what is held and sent, and its prediction
 # - NCCL: collectives on a stream of their own

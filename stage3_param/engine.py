@@ -2,7 +2,7 @@
 
 The model is cut into units, for a transformer its blocks. A unit's parameters are gathered just before its forward
 and freed when the next unit's begins, and the same in backward. That next unit is gathered while this one computes.
-The step needs no communication at all: what the optimizer steps is what is kept.
+The update needs no communication: what the optimizer steps is what is kept.
 
 Phases of a step, over N ranks and Ψ parameters:
 
@@ -15,8 +15,9 @@ Phases of a step, over N ranks and Ψ parameters:
     6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters
 
-The unit that ends the forward begins the backward, so it stays gathered in between, as does the last unit inside it,
-and needs no second gather. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
+Units may nest. The last unit inside the model, and the root around it, end the forward and begin the backward: they
+stay gathered in between, and need no second gather. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N
+Ψ, as in the paper.
 
 Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in fp32 as in 16-bit.
 """
@@ -50,7 +51,7 @@ class Engine(EngineBase):
         return Owned(parameters=shard, gradients=shard, optimizer=shard)
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
+        """The traffic table: how often each collective runs over a bucket in a step that reduces `reductions` times."""
         unit = bucket.unit
         gathers = unit.forward_gathers + unit.backward_gathers
         return {"all_gather": gathers, "reduce_scatter": reductions * bucket.kind.trainable}
@@ -64,7 +65,7 @@ class Engine(EngineBase):
                 bucket.unit = unit
                 bucket.full_parameters = self.comm.buffer(bucket.padded_numel, dtype=bucket.kind.dtype)
                 bucket.values = units.Values(bucket)
-            unit.gathered = True
+            unit.gathered = True  # its buffer is allocated
             self.free(unit)
         self.forward_prefetch, self.backward_prefetch = units.PrefetchOrder(), units.PrefetchOrder()
         self.ended, self.kept = [], []  # units whose forward ended since another began; units kept for backward
@@ -104,12 +105,12 @@ class Engine(EngineBase):
             self.gather(order.ahead())
 
     def hide(self, unit):
-        """A unit has run: reading its weights is an error from here on, see `readers.Freed`, though they may stay."""
+        """A unit has run: a read of its weights raises from here on, or moves them to the unit that runs (`Freed`)."""
         for bucket in unit.buckets if not unit.pins else ():
             bucket.values.hide()
 
     def free(self, unit, pinned=False):
-        """Free a unit's full parameters, if it is not pinned or `pinned` ones are meant too; its shards stay.
+        """Free a unit's full parameters; its shards stay. A pinned unit is left alone, unless `pinned` is True.
 
         Setting `parameter.data` alone would free nothing, because autograd holds views of the buffer. So the storage
         itself shrinks to nothing. Those views are valid again once it is gathered; until then backward refuses them.
@@ -125,16 +126,16 @@ class Engine(EngineBase):
     def pin(self, unit):
         """Gather a unit and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
-            unit.found_whole, unit.found_shown = unit.whole, unit.shown
+            unit.whole_before, unit.shown_before = unit.whole, unit.shown
         unit.pins += 1
         self.unshard(unit, units.PrefetchOrder())
 
     def unpin(self, unit):
-        """Undo a `pin`. A unit that was gathered before stays so: a backward may wait for it, or for its values."""
+        """Undo a `pin`. A unit that was `whole` before stays so: a backward may wait for it, or for its values."""
         unit.pins -= 1
-        if unit.found_shown:
-            unit.gathered = unit.found_whole or unit.pins > 0
-        elif unit.found_whole:
+        if unit.shown_before:
+            unit.gathered = unit.whole_before or unit.pins > 0  # else only a penalty's graph needs its values
+        elif unit.whole_before:
             self.hide(unit)
         else:
             self.free(unit)
@@ -147,15 +148,15 @@ class Engine(EngineBase):
         self.ended, self.kept = [], []
         self.backward_order.begin_forward()
         for unit, watch in zip(self.units, self.watches, strict=True):
-            watch.move_hooks()
+            watch.move_hooks()  # hooks of others, added since, may read the weights
             unit.depth = 0
             self.free(unit)
 
     def before_forward(self, unit):
         """Phase 1. A unit is about to run: free the units that ended before it, and gather this one."""
-        unit.enclosing.update(other for other in self.units if other.depth > 0)
+        unit.enclosing.update(other for other in self.units if other.depth > 0)  # see `beside`
         self.free_ended()
-        self.ended.clear()  # from here on they may be prefetched for another call
+        self.ended.clear()  # else the next unit would free one of them that is prefetched for another call
         self.unshard(unit, self.forward_prefetch)
 
     def after_forward(self, unit, has_outputs):
@@ -190,27 +191,27 @@ class Engine(EngineBase):
         self.kept, self.in_flight = [], []
 
     def before_recomputation(self, unit):
-        """An activation checkpoint is about to recompute a unit. Until its backward only tiles are freed."""
+        """An activation checkpoint is about to recompute a unit. Until its backward only units `apart` are freed."""
         passed = self.backward_order.until_checkpoint(unit)
-        if passed is not None:  # autograd has reached that checkpoint, so the open units are over
+        if passed is not None:  # autograd has reached that checkpoint, so units whose backward is open are over
             for one in passed:
                 self.start_backward(one)
             self.end_others(unit)
         self.unshard(unit, self.backward_prefetch)
 
     def before_backward(self, unit, call):
-        """Phase 3. A unit's backward begins, after those of the units that this rank's graph leaves out."""
+        """Phase 3. A unit's backward begins, after those of the units that this rank's loss does not depend on."""
         for passed in self.backward_order.until(unit, call):
-            self.start_backward(passed)
+            self.start_backward(passed)  # the last one is `unit`
 
     def start_backward(self, unit):
-        """A unit's backward begins; or this rank's graph leaves it out, and the other ranks need its shard."""
+        """A unit's backward begins; or this rank's loss does not depend on it, and the other ranks need its shard."""
         self.end_others(unit)
         unit.open = True
         self.unshard(unit, self.backward_prefetch)
 
     def end_others(self, unit):
-        """End the backward of open units, except those around this one or inside it: autograd reverses the forward."""
+        """End the backward of open units that are neither around this one nor inside it: they ran after it."""
         for other in self.units:
             if other.open and other.beside(unit):
                 self.end_backward(other)
@@ -233,7 +234,7 @@ class Engine(EngineBase):
             self.reduce(unit)
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions until at most one other bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()
@@ -258,9 +259,9 @@ class Engine(EngineBase):
     def reduce_bucket(self, bucket):
         """Begin to reduce a bucket's gradients; its buffer is freed once that is done."""
         self.allocate_gradients(bucket)
-        bucket.finalize()
+        bucket.finalize()  # zeros where no gradient came
         bucket.handle = self.reduce_scatter(bucket)
-        bucket.local_gradients = None
+        bucket.local_gradients = None  # the handle holds it until it is reduced
         self.in_flight.append(bucket.handle)
 
     def reduce_scatter(self, bucket):

@@ -213,16 +213,6 @@ def equivalence():
     return EQUIVALENCE
 
 
-@pytest.fixture(scope="session")
-def score():
-    return SCORE
-
-
-@pytest.fixture(scope="session")
-def memory_reduction():
-    return REDUCTION
-
-
 RECORDERS = (EQUIVALENCE, SCORE, REDUCTION)
 
 

@@ -40,7 +40,7 @@ class Chain(Collectives):
 
     def __init__(self, comm):
         self.inside, across = comm.by_nodes()
-        super().__init__(across.group, whole=comm, where=ACROSS_NODES)
+        super().__init__(across.group, parent=comm, where=ACROSS_NODES)
         self.ordered, self._reduce_dtype, self.ranks_per_node = comm.ordered, self.inside._reduce_dtype, 1
         self._comm = comm
 
@@ -169,14 +169,11 @@ class ReplicatedBucket(Bucket):
         """See `Bucket.pending`: sums of this node are not reduced yet."""
         return super().pending or bool(self.node_sums)
 
-    def forget(self):
-        """See `Bucket.forget`."""
-        super().forget()
-        self.node_sums = []
-
-    def drop(self, names):
+    def drop(self, names=None):
         """See `Bucket.drop`."""
         super().drop(names)
+        if names is None:
+            self.node_sums = []
         for sums in self.node_sums:
             for name, _, here in self.overlaps(self.optimizer_shard.part):
                 if name in names:

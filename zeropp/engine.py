@@ -31,7 +31,7 @@ Source: ZeRO++, arXiv 2306.10209. Model states with Adam: 16/N Ψ bytes, 2/P Ψ 
 import stage3_param
 from common.engine import units
 from common.errors import InputError
-from common.ranks.nodes import check_ranks_per_node
+from common.ranks import nodes
 from zeropp.transports import OwnedBesides, QuantizedAccounting, RoutedBucket, Strategies
 
 
@@ -49,8 +49,8 @@ class Engine(stage3_param.Engine):
         ranks_per_node: how many consecutive ranks share a node; None for torchrun's LOCAL_WORLD_SIZE, or all ranks.
 
     Raises:
-        InputError: `block` is odd or below 2, `error_feedback` lacks `quantize_gradients`, or `ranks_per_node` does not
-            divide the world size.
+        InputError: `block` is odd or below 2, `error_feedback` lacks `quantize_gradients`, `ranks_per_node` does not
+            divide the world size, or None is given and nodes have unequal numbers of ranks.
     """
 
     exact, quantizes = False, True  # by default: its losses are compared, not its bits
@@ -91,10 +91,24 @@ class Engine(stage3_param.Engine):
 
     def partition(self):
         """Before training: choose the strategies by the switches, and cut the model as stage 3 does."""
-        self.strategies = Strategies(
-            self.comm, self.dtype, **{switch: getattr(self, switch) for switch in self.switches}
-        )
+        nodes.check_even(self.comm, self.ranks_per_node)
+        self.strategies = Strategies(self.comm, **{switch: getattr(self, switch) for switch in self.switches})
         super().partition()
+
+    def make_units(self):
+        """Cut the model into units as stage 3 does. What is quantized has buckets of its own, of whole blocks."""
+        options = self.param_groups, self.dtype_of, self.world_size, self.bucket_class
+        return units.make_units(self._module, *options, block_of=self.block_of)
+
+    def block_of(self, name, parameter):
+        """The elements of a parameter that share a scale; 1 if it is sent unquantized.
+
+        That is what `keep_fp32` names, what has another dtype than the engine's, vectors, and matrices shorter than a
+        block.
+        """
+        small = max(parameter.shape, default=1) == parameter.numel() or parameter.numel() < self.block
+        exact = self.matches_stage0 or small or name in self._kept_fp32
+        return 1 if exact or self.dtype_of(name, parameter) != self.dtype else self.block
 
     def allocate(self, bucket):
         """What a bucket keeps depends on its strategies."""
@@ -115,7 +129,7 @@ class Engine(stage3_param.Engine):
     def pin(self, unit):
         """Gather a unit unrounded and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
-            unit.found_whole, unit.found_shown = unit.whole, unit.shown
+            unit.whole_before, unit.shown_before = unit.whole, unit.shown
             self.free(unit)
         unit.pins += 1
         self.unshard(unit, units.PrefetchOrder())
@@ -123,10 +137,10 @@ class Engine(stage3_param.Engine):
     def unpin(self, unit):
         """Undo a `pin`. A unit that was gathered before is gathered as it was: a backward may wait for it."""
         super().unpin(unit)
-        if unit.found_whole and unit.pins == 0:
+        if unit.whole_before and unit.pins == 0:
             self.free(unit)
             self.gather(unit)
-            if unit.found_shown:
+            if unit.shown_before:
                 self.unshard(unit, units.PrefetchOrder())
 
     # ---- step -------------------------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ class Engine(stage3_param.Engine):
         """Validate the options and nodes, and refuse an optimizer that does not work element by element."""
         check_options(self.block, self.error_feedback, self.quantize_gradients)
         if self.ranks_per_node is not None:
-            self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)
+            self.comm.ranks_per_node = nodes.check_ranks_per_node(self.ranks_per_node, self.world_size)
         return super().check_optimizer(optimizer)
 
 

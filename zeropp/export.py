@@ -43,7 +43,7 @@ def load_int8(path):
         with safe_open(path, "pt") as file:
             metadata, stored = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read int8 weights from {str(path)!r}: {error}") from error
+        raise InputError(f"cannot read {str(path)!r}: {error}; save_int8() writes int8 weights") from error
     if "int8" not in metadata:
         raise InputError(f"{str(path)!r} holds no int8 weights; save_int8() writes them")
     blocks, weights = Blocks(8, int(metadata["block"])), {}

@@ -28,7 +28,8 @@ import torch
 
 import stage3_param
 from common.engine import Owned
-from common.ranks.nodes import ACROSS_NODES, IN_NODE, check_ranks_per_node
+from common.ranks import nodes
+from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from zeropp.chain import Chain, HybridAccounting, ReplicatedBucket
 
 
@@ -44,7 +45,7 @@ class Engine(stage3_param.Engine):
             "2-hop gradient synchronization" in MiCS.) Takes 4/P Ψ bytes more between micro-batches.
 
     Raises:
-        InputError: `ranks_per_node` does not divide the world size.
+        InputError: `ranks_per_node` does not divide the world size, or nodes have unequal numbers of ranks.
     """
 
     accounting_class = HybridAccounting
@@ -58,7 +59,7 @@ class Engine(stage3_param.Engine):
     def check_optimizer(self, optimizer):
         """Validate the nodes too."""
         if self.ranks_per_node is not None:
-            self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)
+            self.comm.ranks_per_node = nodes.check_ranks_per_node(self.ranks_per_node, self.world_size)
         return super().check_optimizer(optimizer)
 
     def owned(self, bucket):
@@ -74,6 +75,7 @@ class Engine(stage3_param.Engine):
 
     def partition(self):
         """Before training: find the nodes, and cut the model as stage 3 does."""
+        nodes.check_even(self.comm, self.ranks_per_node)
         self.chain = Chain(self.comm)
         self.bucket_class = partial(ReplicatedBucket, ranks_per_node=self.comm.ranks_per_node)
         super().partition()

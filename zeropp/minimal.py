@@ -164,7 +164,8 @@ if __name__ == "__main__":
         torch.distributed.run.main(["--standalone", "--nproc-per-node=4", "-m", "zeropp.minimal"])
 
 # What engine.py adds:
-# - a switch for each of the three; what `keep_fp32` names, and integers, is sent unquantized
+# - a switch for each of the three; vectors, what `keep_fp32` names, and integers are sent unquantized
+# - blocks that do not run from one parameter into the next: the largest number of a block sets its step
 # - messages of the exact length: a last block may be short, where this page pads; infinities and NaN arrive as NaN
 # - secondary shards that outlast a step's first forward, and are renewed only after an update, a load or a write
 # - error feedback: the rounding error of a gradient may be added to the next one

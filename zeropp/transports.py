@@ -315,16 +315,14 @@ class Strategies:
 
     Args:
         comm: the engine's Collectives. Its `ranks_per_node` says what a node is.
-        dtype: of the parameters and gradients that are quantized: not those that `keep_fp32` names, and no integers.
         quantize_weights, hierarchical, quantize_gradients, error_feedback, block: the engine's.
 
     Attributes:
         exact: the strategy for reads of parameters outside of a step: stage 3's.
-        main_gather, main_reduce: those of the buckets in `dtype`; plain_gather, plain_reduce: those of all others.
+        main_gather, main_reduce: those of buckets that are quantized; plain_gather, plain_reduce: those of all others.
     """
 
-    def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
-        self.dtype = dtype
+    def __init__(self, comm, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
         inside, across = comm.by_nodes()
         how = (block, CHUNK if comm.point_to_point else GPU_CHUNK, comm.device.type == "cuda")
         coarse, fine = Blocks(4, *how), Blocks(8, *how)
@@ -342,7 +340,7 @@ class Strategies:
 
     def of(self, bucket):
         """How a bucket's parameters are gathered, and how its gradients are reduced."""
-        if bucket.kind.dtype == self.dtype:
+        if bucket.kind.block > 1:
             return self.main_gather, self.main_reduce
         return self.plain_gather, self.plain_reduce
 
@@ -384,16 +382,11 @@ class RoutedBucket(Bucket):
             self.secondary = self.parameters.new_empty(length(owned.secondary))
         self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)
 
-    def forget(self):
-        """Drop every gradient since the last step, and its rounding error."""
-        super().forget()
-        if self.reduce_with is not None:
-            self.reduce_with.drop(self)
-
-    def drop(self, names):
+    def drop(self, names=None):
         """See `Bucket.drop`. Also drops the rounding errors of the whole bucket: less than half a step of int4 each."""
         super().drop(names)
-        self.reduce_with.drop(self)
+        if self.reduce_with is not None:
+            self.reduce_with.drop(self)
 
     def take_over(self, part, fill):
         """See `Bucket.take_over`. The nodes' copies of the old parameters are out of date."""

@@ -26,14 +26,11 @@ killed at any moment leaves the last save whole, and the next save clears its re
 """
 
 import contextlib
-import copy
 import hashlib
 import json
 import os
 import socket
-import time
 import warnings
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,12 +40,13 @@ from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, claim, flush, own_folder, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
+from common.ranks.trace import comes_true
 from common.tensors import length, within
 
 PATIENCE = 10.0  # seconds that a shared file system may take to show rank 0 another node's files
 
 
-class Snapshot:
+class Content:
     """What this rank writes in `save(path, extra)`, as of now. Making it is a collective.
 
     Args:
@@ -68,15 +66,16 @@ class Snapshot:
 
     def __init__(self, engine, path, extra, apart=False):
         self.part, number = engine.axes.part, engine.axes.number_of_save(engine.comm)
+        states = {bucket: optimizer_state.states_of_all(engine, bucket) for bucket in engine.buckets + engine.frozen}
         with together(engine.comm, f"cannot save to {str(path)!r}"):
-            self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine), None
+            self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine, states), None
             shards = {name: (dtype, (length(part),)) for name, (_, _, dtype, part) in self._place_of.items()}
             if apart:
                 self.tensors = {name: self._read(name).clone() for name in shards}
                 self._engine = self._place_of = self._kept_of = self._kept = None
             if engine.rank == 0:
                 self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in model_state.buffers(engine)}
-            self.index = {**_index(engine, self.tensors), "save": number} if engine.rank == 0 else None
+            self.index = {**_index(engine, self.tensors, states), "save": number} if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
             self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
             self.told |= {} if apart else shards
@@ -100,20 +99,20 @@ class Snapshot:
         return self._kept[part]
 
 
-def write(comm, path, snapshot):
+def write(comm, path, content):
     """Write the ranks' snapshots, and make them the checkpoint in a folder, as `save` does. A collective."""
-    rank, failure = comm.rank, f"cannot save to {str(Path(path) / snapshot.part)!r}"
+    rank, failure = comm.rank, f"cannot save to {str(Path(path) / content.part)!r}"
     with together(comm, failure):
-        folder = Path(path) / snapshot.part
+        folder = Path(path) / content.part
         if rank == 0:
-            claim(comm, Path(path), snapshot.part)
+            claim(comm, Path(path), content.part)
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max(_files_in(folder).values(), default=0)
     number = max(comm.gather_objects(number, "the checkpoint"))
     file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
         with together(comm, failure):
-            entry = {"name": file.name, "sha256": snapshot.write(file)}
+            entry = {"name": file.name, "sha256": content.write(file)}
             nbytes = file.stat().st_size
         everyones = comm.gather_objects((entry, socket.gethostname(), nbytes), "the checkpoint")
         files = [entry for entry, *_ in everyones]
@@ -126,7 +125,7 @@ def write(comm, path, snapshot):
                     see(lambda name=name: name in os.listdir(folder), missing)  # listdir asks a file server anew
                     if (folder / name).stat().st_size != nbytes:
                         raise InputError(f"{name}, {who}, is another file in {here}")
-                replace_index(folder, {**snapshot.index, "files": files})
+                replace_index(folder, {**content.index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -145,11 +144,8 @@ def write(comm, path, snapshot):
 
 def see(there, missing):
     """Wait up to PATIENCE until `there()`, for files from other nodes. Raises InputError with `missing` after that."""
-    deadline = time.monotonic() + PATIENCE
-    while not there():
-        if time.monotonic() > deadline:
-            raise InputError(f"{missing}; give a folder that all nodes share")
-        time.sleep(0.1)
+    if not comes_true(there, PATIENCE):
+        raise InputError(f"{missing}; give a folder that all nodes share")
 
 
 def load(engine, path, read=None):
@@ -194,7 +190,8 @@ def load(engine, path, read=None):
                 index["extra_state"] = {key: decode(value, source) for key, value in index["extra_state"].items()}
                 for told in index["parameters"].values():
                     told["scalars"] = decode(told["scalars"], source)
-            _check_buffers(engine, source)
+            for name, buffer in model_state.buffers(engine):
+                weights.check_kind(f"buffer {name!r}", source.tensors[f"buffers/{name}"], buffer)
             name_of = {parameter: f"parameters/{name}" for name, parameter in engine.module.named_parameters()}
             name_of |= {buffer: f"buffers/{name}" for name, buffer in model_state.buffers(engine)}
             weights.check_range(engine, source, name_of)
@@ -215,50 +212,45 @@ def load(engine, path, read=None):
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def _places(engine):
+def _places(engine, states):
     """The pieces that this rank writes: {name in the file: (bucket, state, dtype, part of the shard)}."""
     return {
         f"{'parameters' if state is None else f'optimizer/{state}'}/{name}@{there.start}": (bucket, state, dtype, here)
-        for bucket in engine.buckets + engine.frozen
-        for state, dtype in _dtypes(engine, bucket).items()
+        for bucket, of_bucket in states.items()
+        for state, dtype in {None: _dtype(bucket), **of_bucket.dtypes}.items()
         for name, there, here in bucket.overlaps(bucket.shard(engine.rank))
+        if state is None or state in of_bucket.of[name][0]
     }
 
 
-def _dtypes(engine, bucket):
-    """A bucket's states with a number for each element: {name: dtype}; None names the parameters."""
-    if not bucket.kind.trainable:
-        return {None: bucket.kind.dtype}
-    elementwise, _ = optimizer_state.states(engine, bucket)
-    return {None: bucket.optimizer_shards[0].master.dtype, **{k: state.dtype for k, state in elementwise.items()}}
+def _dtype(bucket):
+    """The dtype that a bucket's parameters are saved in."""
+    return bucket.optimizer_shards[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
 
 
-def _index(engine, tensors):
+def _index(engine, tensors, states):
     """What the files hold, for rank 0 to write. Tensors among scalars and options are added to its `tensors`."""
     parameters = {}
-    for bucket in engine.buckets + engine.frozen:
-        dtypes = _dtypes(engine, bucket)
-        elementwise, scalars = optimizer_state.states(engine, bucket)
+    for bucket, of_bucket in states.items():
         for slot in bucket.slots.values():
+            elementwise, scalars = of_bucket.of[slot.name]
             parameters[slot.name] = {
                 "shape": list(slot.shape),
-                "dtype": str(dtypes[None]).removeprefix("torch."),
+                "dtype": str(_dtype(bucket)).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
-                "whole": bucket.kind.whole,
+                "whole": bucket.kind.undivided,
                 "cut": engine.axes.cut_of(slot.name),
-                "states": list(elementwise),
-                # once per parameter: the reader's buckets are others
+                "states": elementwise,
                 "scalars": encode(scalars, tensors, "the optimizer's state"),
                 "pieces": [],  # [writing rank, first element, end]
             }
         for rank in range(engine.world_size):
             for name, there, _ in bucket.overlaps(bucket.shard(rank)):
                 parameters[name]["pieces"].append([rank, there.start, there.stop])
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     return {
         "world_size": engine.world_size,
         "optimizer": optimizer_state.name_of(engine.optimizer),
-        "groups": encode(groups, tensors, "the optimizer's groups"),
+        "groups": encode(optimizer_state.options(engine), tensors, "the optimizer's groups"),
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in model_state.buffers(engine)},
@@ -276,7 +268,8 @@ def _index(engine, tensors):
 
 def _check_fits(engine, index):
     """Raise InputError for the first difference between the checkpoint and the engine."""
-    here = _index(engine, {})
+    states = {bucket: optimizer_state.states(engine, bucket) for bucket in engine.buckets + engine.frozen}
+    here = _index(engine, {}, states)
     here["parameters"] = {name: here["parameters"][name] for name, _ in engine.module.named_parameters()}  # in order
     saved, here = _described(index), _described(here)
     for what in [*here, *saved]:
@@ -298,16 +291,6 @@ def _described(index):
     return found | {f"extra state {key!r}": "there" for key in index["extra_state"]}
 
 
-def _check_buffers(engine, source):
-    for name, buffer in model_state.buffers(engine):
-        there = tensor_file.kind(*source.tensors[f"buffers/{name}"])
-        here = tensor_file.kind(buffer.dtype, buffer.shape)
-        if there != here:
-            raise InputError(
-                f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as when it was saved"
-            )
-
-
 class Pieces(tensor_file.Tensors):
     """The ranks' pieces as whole tensors: "parameters/wte.weight", "optimizer/exp_avg/wte.weight".
 
@@ -327,7 +310,6 @@ class Pieces(tensor_file.Tensors):
                 self._pieces[place] = told["pieces"]
 
     def read(self, name, start, target):
-        """Read some elements of a tensor; see `Source.read`."""
         for rank, begin, end in self._pieces.get(name, ()):
             common = slice(max(begin, start), min(end, start + len(target)))
             if common.start < common.stop:
@@ -357,13 +339,18 @@ def check_intact(folder, entry):
 
 
 def _fill_optimizer(engine, index, source):
-    def states_of(bucket, shard):
-        saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have had equally many steps
-        fills = {}
-        for state in saved["states"]:
-            names = {name: f"optimizer/{state}/{name}" for name in bucket.slots}
-            fills[state] = partial(weights.fill_part, source, bucket, names, part=shard.part)
-        return copy.deepcopy(saved["scalars"]), fills  # each optimizer shard counts its own steps
+    def states_of(bucket):
+        told = {name: index["parameters"][name] for name in bucket.slots}
+        of = {name: (saved["states"], saved["scalars"]) for name, saved in told.items()}
+        place_of = {state: {} for states, _ in of.values() for state in states}
+        for state, places in place_of.items():
+            places |= {name: f"optimizer/{state}/{name}" for name in of if state in of[name][0]}
+        dtypes = {state: source.tensors[next(iter(places.values()))][0] for state, places in place_of.items()}
+
+        def write(state, target, part):
+            weights.fill_part(source, bucket, place_of[state], target, part)
+
+        return optimizer_state.States(dtypes, of, optimizer_state.that_differ(of), write)
 
     optimizer_state.fill(engine, index["groups"], states_of)
 

@@ -1,14 +1,18 @@
 """What an engine reads and writes: the whole model as a state dict, checkpoints, weights from elsewhere.
 
-A save may overlap with training: the call takes a snapshot, and a thread writes it while the next steps run. The ranks
-agree on what was written in a gloo group of their own, so that no collective of a step waits for a disk.
+A save may overlap with training: the call copies the states, and a thread writes them while the next steps run. The
+ranks agree on what was written in a gloo group of their own, so that no collective of a step waits for a disk.
 """
 
 import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
+from os import PathLike
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from common.calls import entered, entering
 from common.checkpoint import checkpoint, model_state, weights
@@ -17,14 +21,12 @@ from common.measure.memory import storage_bytes
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import lane_of
 from common.ranks.nodes import new_group
-from common.tensors import end_to_end, past_subclasses
+from common.tensors import past_subclasses
 
 _groups = weakref.WeakKeyDictionary()  # process group -> the group of its saves, as long as the first lives
 
 
 class Files:
-    """The part of `EngineBase` that concerns files."""
-
     saving = None  # or the last `Saving` that nobody has waited for
 
     def begin_load(self):
@@ -33,7 +35,7 @@ class Files:
             bucket.bits = None
 
     @entered("full_state_dict()")
-    def full_state_dict(self, to_rank=None):
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any] | None:
         """The whole model, a collective: keys of model.state_dict(), full tensors on the CPU.
 
         Parameters with fp32 master weights come as these, others in their own dtype; buffers and extra state are rank
@@ -54,14 +56,10 @@ class Files:
         extra = model_state.extra_state_of_rank_0(self)
         values, here, comm = {}, to_rank in (None, self.rank), self.shard_comm
         for bucket in self.buckets + self.frozen:  # one is gathered at a time
-            with bucket.values_in_memory():
-                kept = bucket.parameters
-                if bucket.kind.trainable and bucket.sixteen_bit:
-                    kept = end_to_end([shard.master for shard in bucket.optimizer_shards], comm.device)
-                whole = whole_of(comm, bucket, kept, to_rank)
-                del kept  # freed before the next is allocated
-                for name, parameter in bucket.members.items() if here else ():
-                    values[parameter] = bucket.view(whole, name).detach().cpu().clone()
+            whole = whole_of(comm, bucket, bucket.unrounded(comm.device), to_rank)
+            for name, parameter in bucket.members.items() if here else ():
+                values[parameter] = bucket.view(whole, name).detach().cpu().clone()
+            del whole  # freed before the next is allocated
         state = self.state_as_it_stands() if here else {}
         values |= {buffer: buffer.detach().cpu().clone() for buffer in self.module.buffers()} if here else {}
         return {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
@@ -75,7 +73,7 @@ class Files:
         finally:
             self.state.names_state = False
 
-    def save(self, path, extra=None, wait=True):
+    def save(self, path: str | PathLike, extra: Any = None, wait: bool = True) -> "Saving | None":
         """Write a checkpoint that any stage at any world size can load, in place of the one there. A collective.
 
         Args:
@@ -100,18 +98,18 @@ class Files:
             self.finish_saving()
             self.buffers.broadcast()
             if wait:
-                return checkpoint.write(self.comm, path, checkpoint.Snapshot(self, path, extra))
+                return checkpoint.write(self.comm, path, checkpoint.Content(self, path, extra))
             self.saving = Saving(self, path, extra)
             return self.saving
 
-    def finish_saving(self):
+    def finish_saving(self) -> None:
         """Wait for a save in flight and raise what failed in it, unless a rank was told before. A collective."""
         saving, self.saving = self.saving, None
         if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
             saving.wait()
 
     @entered("load()")
-    def load(self, path, read=None):
+    def load(self, path: str | PathLike, read: Callable | None = None) -> Any:
         """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.load`."""
         self.drop_gradients()
         self.synchronize()
@@ -122,7 +120,7 @@ class Files:
         return extra
 
     @entered("load_weights()")
-    def load_weights(self, file, read=None):
+    def load_weights(self, file: str | PathLike | Mapping[str, Tensor], read: Callable | None = None) -> None:
         """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
 
         See `weights.py`. The optimizer's states stay: begin with a fresh engine, unless they fit the new weights too.
@@ -130,15 +128,16 @@ class Files:
         self.drop_gradients()
         self.synchronize()
         with self.axes.share_errors():
-            self._initial.take_from_file(weights.load(self, file, read))
+            loaded = weights.load(self, file, read)
+        self._initial.unset = {n: tensor for n, tensor in self._initial.unset.items() if tensor not in loaded}
         self.weights_changed()
 
 
 class Saving:
-    """A save in flight. Its snapshot holds this rank's shard of all states on the host until it is written.
+    """A save in flight. Its copies of this rank's shards stay on the host until they are written.
 
     Attributes:
-        tensors: the snapshot's; empty once it is written.
+        tensors: the copies; empty once they are written.
         nbytes: their size on this rank.
         told: `wait` has raised what failed.
 
@@ -147,19 +146,19 @@ class Saving:
     """
 
     def __init__(self, engine, path, extra):
-        snapshot, self._axes = checkpoint.Snapshot(engine, path, extra, apart=True), engine.axes
-        self.tensors, self.told = list(snapshot.tensors.values()), False
+        content, self._axes = checkpoint.Content(engine, path, extra, apart=True), engine.axes
+        self.tensors, self.told = list(content.tensors.values()), False
         self.nbytes = storage_bytes(self.tensors)
         comm = Collectives(_group_of(engine.comm))
-        self._handle = lane_of(comm.group, comm.backend, "saving").submit(partial(self._save, comm, path, snapshot))
+        self._handle = lane_of(comm.group, comm.backend, "saving").submit(partial(self._save, comm, path, content))
 
-    def _save(self, comm, path, snapshot):
+    def _save(self, comm, path, content):
         try:
-            checkpoint.write(comm, path, snapshot)
+            checkpoint.write(comm, path, content)
         finally:
             self.tensors.clear()
 
-    def wait(self):
+    def wait(self) -> None:
         """Return once the checkpoint is on the disk; raise what `save` would have raised. All parts of a model wait."""
         try:
             with self._axes.share_errors():

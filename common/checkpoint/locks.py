@@ -51,9 +51,4 @@ def release(file, path):
             path.unlink(missing_ok=True)
 
 
-def _leave_to_parent():
-    for file in list(_owned):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=lambda: [file.close() for file in list(_owned)])

@@ -56,7 +56,6 @@ def extra_state_of_rank_0(engine):
 
 
 def set_extra_state(engine, values):
-    """Give values, {key: value}, to the modules with extra state."""
     holders = _holders(engine)
     for key, value in values.items():
         holders[key].set_extra_state(value)

@@ -50,7 +50,6 @@ RESTARTING = 40.0  # seconds to wait for one whose ranks torchrun is ending, per
 
 
 def add_arguments(parser):
-    """The options of a run that survives."""
     when = "write checkpoints into this folder: at the end, when stopped, and"
     parser.add_argument("--save", metavar="DIR", help=when)
     parser.add_argument("--save-every", type=int, metavar="K", help="after each K-th step")
@@ -79,47 +78,46 @@ class Stopped(Exception):
 
 
 class TrainingRun:
-    """One rank's part in a run that survives: a context manager around its steps, which listens for signals.
-
-    Entering it is a collective.
+    """One rank's part in a run that survives: a context manager around it, which listens for signals.
 
     Args:
         options: the parsed arguments, with `save`, `save_every`, `keep`, `resume`, `steps` and those above.
-        schedulers: learning rate schedulers, whose `state_dict()` is saved.
 
     Attributes:
         step: how many steps are done.
         losses: the losses, averaged over ranks, of the steps before this process began.
         message: what the run resumes from, for people.
-
-    Raises:
-        InputError: on every rank: another run uses the folder, a rank does not see it or cannot write there, or its
-            newest checkpoint is damaged or of another run.
     """
 
-    def __init__(self, engine, options, batches, schedulers=()):
-        self.engine, self.options, self.schedulers = engine, options, schedulers
-        self.folder, self.text = Path(options.save).resolve(), digest(batches.text)
+    def __init__(self, options):
+        self.options, self.folder = options, Path(options.save).resolve()
         self._settings = {name: getattr(options, name) for name in SAMPLES + ARITHMETIC}
         self.step, self.losses, self.message = 0, [], None
-        self._asked, self._told = False, set()
+        self._asked, self._told, self._leaving = False, set(), contextlib.ExitStack()
 
     def __enter__(self):
-        with contextlib.ExitStack() as leaving:
-            try:
-                self._own(leaving)
-                self._begin()
-            except InputError:  # raised on all ranks: none may end before rank 0 has unlocked
-                leaving.close()
-                self.engine.comm.gather_objects(None, "the end of the run")
-                raise
-            for number in (signal.SIGTERM, signal.SIGINT):
-                leaving.callback(signal.signal, number, signal.signal(number, self._ask))
-            self._leaving = leaving.pop_all()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._leaving.callback(signal.signal, number, signal.signal(number, self._ask))
         return self
 
     def __exit__(self, *_):
         self._leaving.close()
+
+    def begin(self, engine, batches, schedulers):
+        """Take the folder, and resume from what it holds. A collective. Learning rate schedulers' states are saved.
+
+        Raises:
+            InputError: on every rank: another run uses the folder, a rank does not see it or cannot write there, or
+                its newest checkpoint is damaged or of another run.
+        """
+        self.engine, self.schedulers, self.text = engine, schedulers, digest(batches.text)
+        try:
+            self._own(self._leaving)
+            self._begin()
+        except InputError:  # raised on all ranks: none may end before rank 0 has unlocked
+            self._leaving.close()
+            engine.comm.gather_objects(None, "the end of the run")
+            raise
 
     def _own(self, leaving):
         """Lock the folder on rank 0; check that every rank sees the lock and can write there."""
@@ -266,7 +264,6 @@ def lock(file, word, leaving):
 
 
 def _says(file, word):
-    """Whether a file exists and holds a word."""
     with contextlib.suppress(FileNotFoundError):
         os.listdir(file.parent)  # listdir asks a file server anew
         return word in file.read_text()

@@ -103,7 +103,7 @@ def _bytes_of(tensor):
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-class Tensors:
+class Tensors(contextlib.AbstractContextManager):
     """Tensors in files; `read` reads parts of them.
 
     Attributes:
@@ -112,9 +112,6 @@ class Tensors:
     """
 
     at_once = BLOCK // 8
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *raised):
         pass
@@ -136,7 +133,6 @@ class Tensors:
         return {name: self.get_tensor(name) for name in names if name in self.tensors}
 
     def get_tensor(self, name):
-        """A whole tensor."""
         dtype, shape = self.tensors[name]
         values = torch.empty(shape, dtype=dtype, device="cpu")
         self.read(name, 0, values.view(-1))

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from common.checkpoint import model_state, tensor_file
@@ -68,11 +69,9 @@ class StateDict(tensor_file.Tensors):
         self.tensors = {name: (value.dtype, value.shape) for name, value in state.items() if torch.is_tensor(value)}
 
     def extra_state(self, names):
-        """See `Tensors.extra_state`: values of any kind."""
         return {name: self._state[name] for name in names if name in self._state}
 
     def read(self, name, start, target):
-        """See `tensor_file.Source.read`."""
         target.copy_(self._state[name].detach().reshape(-1)[start : start + len(target)])
 
 
@@ -80,7 +79,11 @@ def _source(file, state, extra_state):
     if isinstance(file, dict):
         return StateDict(file)
     check_not_dcp(Path(file), "load_weights(folder, read=interop.formats.dcp.Source)")
-    return tensor_file.Source(file)
+    try:
+        return tensor_file.Source(file)
+    except (OSError, SafetensorError) as error:
+        how = "give a safetensors file, the index of several (.json), or a state dict, such as torch.load(file)"
+        raise InputError(f"{error}; {how}") from error
 
 
 def names_in(source, state, extra_state=()):
@@ -99,9 +102,7 @@ def names_in(source, state, extra_state=()):
         elif isinstance(tensor, nn.Parameter):
             raise InputError(f"{own[0]!r} is missing; names must be those of model.state_dict()")
         for name in there:
-            theirs, ours = tensor_file.kind(*source.tensors[name]), tensor_file.kind(tensor.dtype, tensor.shape)
-            if theirs != ours:
-                raise InputError(f"{name!r} is {theirs} there and {ours} here; build the model that it was saved from")
+            check_kind(repr(name), source.tensors[name], tensor)
         for other in there[1:]:
             if not torch.equal(source.get_tensor(there[0]), source.get_tensor(other)):
                 raise InputError(f"{there[0]!r} and {other!r} differ there and are one here; leave one of them out")
@@ -109,6 +110,13 @@ def names_in(source, state, extra_state=()):
     if superfluous:
         raise InputError(f"{superfluous[0]!r} is not in the model; leave it out")
     return name_of
+
+
+def check_kind(what, found, tensor):
+    """Raise InputError unless what was `found`, (dtype, shape), can become a tensor's values."""
+    theirs, ours = tensor_file.kind(*found), tensor_file.kind(tensor.dtype, tensor.shape)
+    if theirs != ours:
+        raise InputError(f"{what} is {theirs} there and {ours} here; build the model that it was saved from")
 
 
 def check_range(engine, source, name_of):
@@ -140,7 +148,8 @@ def fill(engine, source, name_of):
 
 
 def fill_part(source, bucket, names, target, part):
-    """Read slice `part` of a bucket's run into a flat tensor, by {parameter: name in the source}; padding is zero."""
+    """Read slice `part` of a bucket's run into a flat tensor, by {parameter: name in the source}; else zeros."""
     target.zero_()
     for name, there, here in bucket.overlaps(part):
-        source.read(names[name], there.start, target[here])
+        if name in names:
+            source.read(names[name], there.start, target[here])

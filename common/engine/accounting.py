@@ -10,20 +10,29 @@ from common.measure.memory import storage_bytes, storage_id, storage_ids
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length, past_subclasses
 
+STATES = ("parameters", "gradients", "optimizer")  # model states, as the ZeRO paper has them
+
 
 def state_bytes(bucket, engine):
-    """The optimizer's states of a bucket: bytes per element of each, [n, ...], and bytes of the other states.
+    """The optimizer's states of a bucket: bytes per element of each, [n, ...], and of the others, of a tensor stepped.
 
     Counted once there are states, because options may change; before that, as validation has probed them.
     """
     optimizer = getattr(engine, "optimizer", None)  # none while the engine is built, nor are there shards
     states = [] if optimizer is None else bucket.optimizer_shards[0].states(optimizer)
+    per_element, per_tensor = engine.whole_bytes.get(bucket.kind.group, engine.optimizer_bytes)
     if not states:
-        per_element, per_tensor = engine.whole_bytes.get(bucket.kind.group, engine.optimizer_bytes)
         return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
-    shape = bucket.optimizer_shards[0].master.shape
-    each = [state.itemsize for state in states if state.shape == shape]
-    return each, sum(state.nbytes for state in states if state.shape != shape)
+    shard = bucket.optimizer_shards[0]
+    each = [state.itemsize for state in states if state.shape == shard.master.shape]
+    others = sum(state.nbytes for state in states if state.shape != shard.master.shape)
+    return each, per_tensor if shard.segments else others
+
+
+def further_segments(bucket, tier=None):
+    """The tensors stepped beyond one for each optimizer shard of a bucket, or for each in a tier of this name."""
+    shards = [shard for shard in bucket.optimizer_shards if tier is None or shard.tier.name == tier]
+    return sum(len(shard.segments) - 1 for shard in shards if shard.segments)
 
 
 class Accounting:
@@ -81,28 +90,26 @@ class Accounting:
         return counts
 
     def held(self):
-        """See `EngineBase.model_state_bytes`."""
         if not self._engine.buckets:  # a frozen model has no update
             self.before_update()
         return self._held and {**self._held, "optimizer": storage_bytes(self.live()["optimizer"])}
 
     def predicted_held(self):
-        """See `EngineBase.predicted_model_state_bytes`."""
-        engine, predicted = self._engine, {"parameters": 0, "gradients": 0, "optimizer": 0}
+        engine, predicted = self._engine, dict.fromkeys(STATES, 0)
         for bucket in engine.buckets + engine.frozen:
             owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
             predicted["parameters"] += length(owned.parameters) * itemsize
             if bucket.kind.trainable:
                 stepped, summed = length(owned.optimizer), bucket in self._summed
                 widths, per_tensor = state_bytes(bucket, engine)
-                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + sum(widths)) + per_tensor
+                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + sum(widths))
+                predicted["optimizer"] += per_tensor * (1 + further_segments(bucket))
                 predicted["gradients"] += stepped * 4 if summed else 0
                 if bucket.packs_in_place or not summed:
                     predicted["gradients"] += length(owned.gradients) * itemsize
         return predicted
 
     def predicted_sent(self):
-        """See `EngineBase.predicted_wire_bytes_per_step`."""
         engine, predicted, (backwards, reductions) = self._engine, Counter(), self._last_step
         others, shards = engine.world_size - 1, engine.shard_comm
         gathers, numbers = "all_gather" + shards.where, engine.world_size // shards.size * (shards.size - 1)
@@ -114,12 +121,14 @@ class Accounting:
         sharded = any(length(engine.owned(bucket).optimizer) < bucket.padded_numel for bucket in engine.buckets)
         if engine.takes_norm and sharded:
             predicted[gathers] += 8 * (1 if engine.axes.tensor is None else 2) * numbers  # float64s for the norm
+        if engine.options.counts:
+            predicted["all_gather"] += 8 * len(engine.param_groups) * others  # a checksum of each group's options
         for what, bucket, number in self._last_looks:
             if what == "compared":
                 predicted["all_gather"] += 8 * number * others  # a checksum for each
             elif what == "read" and sharded:
                 predicted[gathers] += bucket.shard_numel * number * numbers
-        predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies()
+        predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
     def sent_once(self, bucket, collective):
@@ -141,7 +150,6 @@ class Accounting:
 
     @past_subclasses
     def live(self):
-        """See `EngineBase.live`."""
         engine = self._engine
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]

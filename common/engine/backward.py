@@ -1,6 +1,9 @@
 """How gradients come to an engine: its own backward, or one that another runs, such as a pipeline's schedule."""
 
 import contextlib
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
 
 from common.calls import entered, entering
 from common.engine.mixed_precision import running_backward
@@ -10,12 +13,10 @@ from common.tensors import graph_nodes_made
 
 
 class Backward:
-    """The part of `EngineBase` that concerns backward."""
-
     nodes_used = 0  # the count of graph nodes when the last one ended
 
     @entered("backward()")
-    def backward(self, loss, retain_graph=False):
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Backpropagate a scalar loss and, unless under `no_sync`, reduce the gradients to their mean.
 
         Several backwards before a step add up, in fp32. The sum is not divided by their number (DeepSpeed's is): scale
@@ -34,12 +35,16 @@ class Backward:
         with self.receiving_gradients([loss], retain_graph):
             self.scaled(loss).backward(retain_graph=retain_graph)
 
-    def scaled(self, loss):
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
         """A loss times the loss scale, in fp16: what is to be backpropagated."""
         return loss if self.loss_scaler is None else loss.float() * self._scale
 
     @contextlib.contextmanager
-    def receiving_gradients(self, outputs, retain_graph=False):
+    def receiving_gradients(self, outputs: Iterable[Tensor], retain_graph: bool = False) -> Iterator[None]:
         """A context for one backward of `outputs`, tensors, that the caller runs: all that `backward` does but that.
 
         In fp16 it begins from a loss that is `scaled`.
@@ -48,13 +53,14 @@ class Backward:
         with entering(self, "receiving_gradients()"):
             self.comm.traffic.phase = "backward"
             state.failed, state.unfinished, state.retains_graph = True, state.syncs, retain_graph
-            self._begin_gradients()
+            self._forget_reported()
             for output in outputs:
                 mark_gradients_in_parts(output)
             self.begin_backward()
             state.reduces = state.syncs
+            before, running_backward.loss_scale = running_backward.loss_scale, self._scale
             try:
-                with running_backward.of_loss_scaled_by(self._scale), state.running("a backward"):
+                with state.running("a backward"):
                     yield
                 if state.syncs:
                     self.finish_backward()
@@ -64,13 +70,14 @@ class Backward:
             finally:
                 # Later gradients come from another engine's backward: ranks may disagree on it, so they wait.
                 state.reduces = state.retains_graph = False
+                running_backward.loss_scale = before
             self.accounting.backwards += 1
             self.accounting.reductions += state.syncs
             state.failed, state.unfinished, self.nodes_used = False, None, graph_nodes_made()
         self.in_checkpoints.clear()
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank: backwards in this context do not communicate."""
         before, self.state.syncs = self.state.syncs, False
         try:

@@ -62,7 +62,6 @@ class BackwardOrder:
         return self._running[-1]
 
     def end_forward(self):
-        """All units of this forward have run."""
         if self._running:
             self.forwards[self._number] = self._running
             self._running = []

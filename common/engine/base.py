@@ -1,41 +1,44 @@
 """What all engines share: the calls of a training loop, casts, the optimizer over shards.
 
-A stage's own `engine.py` says what a rank keeps, when it communicates and when it frees. This file calls its phases by
-name:
+A stage's own `engine.py` says what a rank keeps, when it communicates and when it frees. This file, and `backward.py`
+beside it, call its phases by name:
 
     __init__   -> partition -> owned
     engine(x)  -> begin_forward, module, end_forward
-    backward   -> begin_backward, (hooks) gradient_ready -> reduce, finish_backward
+    backward   -> begin_backward, (hooks) gradient_ready, reduce; finish_backward
     step       -> update
 
-Checks, building, accounting and snapshots have modules of their own beside this one; files are `common.checkpoint`'s.
+Checks, building and accounting have modules of their own beside this one, files and snapshots in `common.checkpoint`.
 `common/README.md` lists them.
 """
 
 import contextlib
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
-from common import probes
 from common.calls import TrainingState, entered
 from common.checkpoint.files import Files
-from common.engine import building, layout, ties, validation
+from common.checkpoint.snapshots import continue_from, restore, snapshot
+from common.engine import building, validation
 from common.engine.accounting import Accounting
 from common.engine.backward import Backward
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.gradients import gradients
 from common.engine.guards import Guards, NoModule, engine_of
-from common.engine.hooks import Hook
-from common.engine.mixed_precision import LossScaler, decide, dtype_of
-from common.engine.snapshots import continue_from, restore, snapshot
+from common.engine.master_weights import OptimizerShard
+from common.engine.mixed_precision import LossScaler, StepResult, decide
 from common.engine.validation import BATCH_NORMS
 from common.engine.weight_writes import WeightWrites, gathered
-from common.errors import InputError
 from common.measure.memory import HOST
-from common.probes import alone, groups_of
+from common.probes import Options, check_elementwise, groups_of
 from common.ranks import trace
 from common.ranks.axes import ALONE, Axes
 from common.ranks.collectives import Collectives
@@ -48,14 +51,14 @@ class EngineBase(Backward, Files, NoModule):
     Args:
         model: an nn.Module on the group's device, or on the meta device together with `init`.
         optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
-            element (or whole parameter by parameter, see below), such as `functools.partial(torch.optim.AdamW,
-            lr=3e-4, fused=True)`; it is called several times. Engines step shard by shard, and `step` sees each shard
-            alone. So hooks are refused: clamp weights, say, in a `step` of your own, in a subclass or set by the
-            factory. Keep settings that change in `param_groups`. None for a model without trainable parameters, such
-            as a teacher.
+            element (or whole parameter by parameter, see below), such as `functools.partial(torch.optim.AdamW, lr=3e-4,
+            fused=True)`; it is called several times, on small probes too. Engines step shard by shard, and `step` sees
+            each shard alone. So an optimizer's hooks are refused: to clamp weights, say, override `step`, in a subclass
+            or in the factory. Settings that change belong in `param_groups`. None for a model without trainable
+            parameters, such as a teacher.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group. A group with
-            `"whole": True` is dealt to ranks in whole parameters, so its optimizer may look at shapes: each of the flat
-            tensors that it steps has `whole`, [(slice, shape)], see `common.optim.MuonAdamW`.
+            `"whole": True` is dealt to ranks in whole parameters, so its optimizer may look at shapes: each flat tensor
+            that it steps has `whole`, the [(slice, shape)] of the parameters in it; see `common.optim.MuonAdamW`.
         precision: "fp32", "bf16" or "fp16": the dtype that parameters built in fp32 are kept and used in, and that
             floating inputs are cast to. Parameters built in bf16 or fp16 keep theirs; frozen parameters and
             buffers may have any dtype. 16-bit parameters are stepped by fp32 master weights.
@@ -65,7 +68,7 @@ class EngineBase(Backward, Files, NoModule):
         norm_type: which norm: 2.0, or `math.inf` for the largest element.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
-        init: `init(qualified name, tensor)` fills a meta-device model in place; a file must set what it does not.
+        init: `init(qualified name, tensor)` fills a meta-device model in place; what it leaves, a file must set first.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
         keep_fp32: classes of modules, or names (of modules, of parameters, or parts of these between dots), whose
             parameters stay in fp32 in every precision; by default torch's batch norms. Those modules must accept
@@ -84,76 +87,47 @@ class EngineBase(Backward, Files, NoModule):
     """
 
     own_options = ()  # names of a stage's further options, set as attributes
-    matches_stage0 = True  # with these options its numbers are those of stage 0
+    matches_stage0 = True  # with its options its losses and weights are those of stage 0
     bucket_class, accounting_class = Bucket, Accounting
-    watches = ()  # of units, in stage 3 and after it
+    watches = ()  # hooks of units, in stage 3 and after it
 
     def __init__(
         self,
-        model,
-        optimizer,
+        model: nn.Module,
+        optimizer: Callable[..., Optimizer] | None,
         *,
-        param_groups=None,
-        precision="fp32",
-        clip_norm=None,
-        skip_norm=None,
-        norm_type=2.0,
-        bucket_mb=25.0,
-        process_group=None,
-        init=None,
-        deterministic=False,
-        keep_fp32=BATCH_NORMS,
-        broadcast_buffers=True,
-        model_parallel=None,
-        reduce_dtype=None,
-    ):
-        settings = {  # all ranks must agree on these
-            "the engine": f"{type(self).__module__}.{type(self).__qualname__}",
-            **{name: getattr(self, name) for name in self.own_options},
-            "precision": precision,
-            "clip_norm": clip_norm,
-            "skip_norm": skip_norm,
-            "norm_type": norm_type,
-            "bucket_mb": bucket_mb,
-            "deterministic": deterministic,
-            "broadcast_buffers": broadcast_buffers,
-            "reduce_dtype": reduce_dtype,
-        }
+        param_groups: list[dict] | None = None,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        skip_norm: float | None = None,
+        norm_type: float = 2.0,
+        bucket_mb: float = 25.0,
+        process_group: ProcessGroup | None = None,
+        init: Callable[[str, Tensor], object] | None = None,
+        deterministic: bool = False,
+        keep_fp32: Iterable[str | type] | str | type | None = BATCH_NORMS,
+        broadcast_buffers: bool = True,
+        model_parallel: Axes | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.precision, self.clip_norm, self.skip_norm, self.norm_type = precision, clip_norm, skip_norm, norm_type
+        self.bucket_mb, self.deterministic = bucket_mb, deterministic
+        self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
         self.comm = Collectives(process_group, deterministic=deterministic, reduce_dtype=reduce_dtype)
         self.rank, self.world_size = self.comm.rank, self.comm.size
         self.axes = model_parallel if isinstance(model_parallel, Axes) else ALONE
-        self.clip_norm, self.skip_norm, self.norm_type = clip_norm, skip_norm, norm_type
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self._module = model
         if optimizer is None and not any(parameter.requires_grad for parameter in model.parameters()):
             optimizer = partial(torch.optim.SGD, lr=0.0)  # a frozen model takes no step
-        try:
-            self.dtype = dtype_of(precision)
-            validation.check_types(validation.types_of_defaults(type(self)), settings)
-            validation.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype)
-            self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
-            ties.check_tensors(model)
-            self.param_groups = validation.check_groups(model, param_groups, ties.tie(model))
-            settings["param_groups"] = [probes.plain(group) for group in self.param_groups]
-            self.whole_bytes, settings["the optimizer of whole groups"] = probes.check_whole(
-                optimizer, self.param_groups, model.named_parameters(), self.comm
-            )
-            self._kept_fp32 = validation.check_kept(model, keep_fp32)
-            settings["keep_fp32"] = sorted(self._kept_fp32)
-            settings["model_parallel"] = validation.check_axes(model_parallel, model, self.comm)
-            agreed = [(what, str(value), "give it alike on every rank") for what, value in settings.items()]
-            agreed += validation.check_model(model, self.comm, init, self.param_groups, self.dtype)
-        except InputError as error:
-            agreed = error
-        self.axes.agree(agreed, self.comm)
+        validation.agree(self, optimizer, param_groups, init, keep_fp32, model_parallel)  # sets `dtype`
         self.comm.owner = trace.name_of(self, self.comm)
-        self.bucket_bytes = bucket_mb * 2**20
 
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
-        # {parameter: bucket}; parameters that `reentrant` notes; hooks on the model, removed with the engine.
-        self.bucket_of, self.in_checkpoints, self.handles = {}, set(), []
-        weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
+        # {parameter: bucket}; parameters seen in reentrant checkpoints; hooks on the model, removed with the engine.
+        self.bucket_of, self.in_checkpoints, self.hooks = {}, set(), []
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks], self.hooks).atexit = False
         self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
         self.state = TrainingState()
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; the factor on a step's gradients
@@ -170,24 +144,26 @@ class EngineBase(Backward, Files, NoModule):
         self.parts = Parts(model)
         self.buffers = Buffers(self.parts, self.comm, broadcast_buffers)
         self.accounting = self.accounting_class(self)
+        self.make_optimizer = optimizer
         self.optimizer = building.optimizer_over(self.buckets, optimizer, self.param_groups, param_groups is None)
         self._group_of = groups_of(self.optimizer)
+        self.options = Options(self.optimizer, self.counts)
         self.weight_writes = WeightWrites(self.buckets + self.frozen)
         self.guards = Guards(self)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
 
     @property
-    def module(self):
-        """The model, safe to read."""
+    def module(self) -> nn.Module:
+        """The model, with its parameters up to date; in stage 3 read them within `gathered()`."""
         self.synchronize()
         return self._module
 
     @entered("engine()", ordinary=False)
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with inputs moved to the engine's device, floating ones cast to the precision."""
         self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
-        self._begin_gradients()
+        self._forget_reported()
         torch.clear_autocast_cache()  # it keeps casts of weights whose graph or values may be gone
         with self.state.running("a forward", records=torch.is_grad_enabled()):
             self.begin_forward()
@@ -196,19 +172,15 @@ class EngineBase(Backward, Files, NoModule):
             self.end_forward()
         return out
 
-    def _begin_gradients(self):
+    def _forget_reported(self) -> None:  # of the last backward, which may have failed
         for bucket in self.buckets:
             bucket.reported.clear()
 
-    def _cast(self, tensor):
+    def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
-    @property
-    def _scale(self):
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-
     @entered("step()")
-    def step(self):
+    def step(self) -> StepResult:
         """Clip, update the parameters, release the gradients; return a `StepResult`.
 
         In fp16 all ranks skip the step if any has an overflow.
@@ -224,48 +196,57 @@ class EngineBase(Backward, Files, NoModule):
         result, self._factor = decide(self)
         if not result.skipped:
             self.accounting.before_update()
+            self.options.begin()
             self.update()
+            self.end_update()
             self.updates += 1
             self.weights_changed(self.buckets)
         self.drop_gradients()
         return result
 
-    def weights_changed(self, buckets=None):
-        """The engine itself has changed weights of these buckets, or of all."""
+    def end_update(self) -> None:
+        """Once all shards are stepped, have ranks compare options that the optimizer has changed, such as a count."""
+        shards = sum(len(bucket.optimizer_shards) for bucket in self.buckets)
+        self.options.end(shards, [self.comm, *self.axes.by_name.values()])
+
+    def weights_changed(self, buckets: list[Bucket] | None = None) -> None:
+        """The engine itself has changed weights of these buckets, or all: accept it, gather anew what is held."""
         self.weight_writes.made(self.buckets + self.frozen if buckets is None else buckets)
         self.regather()
         self.weight_writes.renew()
 
     @property
-    def takes_norm(self):
-        """Whether a step takes the norm of its gradient."""
+    def takes_norm(self) -> bool:
         return self.clip_norm is not None or self.skip_norm is not None
 
-    def reduce_pending(self):
-        """Reduce what no backward of this engine has reduced: gradients of those under no_sync, or of other engines."""
+    def reduce_pending(self) -> None:
+        """Reduce what no backward has reduced: gradients of backwards under no_sync, or of other engines."""
         if any(bucket.pending for bucket in self.buckets):
             self.finish_backward()
             self.accounting.reductions += 1
 
-    def step_shard(self, shard):
+    def step_shard(self, shard: OptimizerShard) -> None:
         """Step the optimizer over one `OptimizerShard`, with its gradients cast to fp32."""
         self.state.failed = True  # until the gradients are dropped, which ends the step
-        gradient, lender = shard.mean, shard.tier or self.comm
+        gradient, lender = shard.mean, shard.tier or self.comm  # which lends memory for a copy
         if gradient.dtype != torch.float32:
             gradient = lender.scratch(len(gradient), torch.float32).copy_(gradient)
         if self._factor is not None:
             gradient.mul_(self._factor)
         shard.master.grad = gradient
         try:
-            with alone(self.optimizer, shard.master, self._group_of[shard.master]):
-                self.call_optimizer()
+            shard.step(self.optimizer, shard.master, partial(self._step_alone, self._group_of[shard.master]))
         finally:
             shard.master.grad = None
-            if shard.is_apart:  # after an exception too: there may be nothing yet
+            if shard.is_apart:  # after an exception too
                 shard.stepped.copy_(shard.master.detach())
 
-    def call_optimizer(self):
-        """Call `optimizer.step()`. If shards step by themselves, it does nothing, and only schedulers notice."""
+    def _step_alone(self, group: int, weights: Tensor) -> None:
+        with self.options.alone(weights, group):
+            self.call_optimizer()
+
+    def call_optimizer(self) -> None:
+        """Call `optimizer.step()`; with offload an empty one, for schedulers to count: shards step elsewhere."""
         self.state.steps_optimizer = True
         try:
             self.optimizer.step()
@@ -273,77 +254,76 @@ class EngineBase(Backward, Files, NoModule):
             self.state.steps_optimizer = False
 
     @entered("zero_grad()")
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
         self.drop_gradients()
 
-    def drop_gradients(self):
-        """Drop the gradients since the last step."""
-        if self.state.failed:  # shards were stepped, all of them or a part
+    def drop_gradients(self) -> None:
+        if self.state.failed:  # shards may have been stepped, all of them or a part
             self.weight_writes.accept_all()
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
-            bucket.forget()
+            bucket.drop()
         self.accounting.forget()
         self.state.failed = False
 
-    def train(self, mode=True):
-        """Set the module's training mode."""
+    def train(self, mode: bool = True) -> Self:
         self._module.train(mode)
         return self
 
-    def eval(self):
-        """Set the module's evaluation mode."""
+    def eval(self) -> Self:
         return self.train(False)
 
-    # ---- between steps: full states on every rank, and back; each in a module of its own --------------------------
+    # ---- methods that are functions of other modules -------------------------------------------------------------
 
+    make_buckets, allocate, dtype_of = building.make_buckets, building.allocate, building.dtype_of
+    initial_states = building.initial_states
     gathered, gradients = gathered, gradients
     snapshot, restore, continue_from = snapshot, restore, continue_from
 
     # ---- phases that only some stages have --------------------------------------------------------------------
 
-    def check_optimizer(self, optimizer):
+    def check_optimizer(self, optimizer: Callable[..., Optimizer]) -> tuple:
         """Validate that it can step on the device of its states; see `probes.check_elementwise`."""
-        return probes.check_elementwise(optimizer, self.comm.device)
+        return check_elementwise(optimizer, self.comm.device)
 
-    def begin_forward(self):
+    def begin_forward(self) -> None:
         """Before the module runs."""
 
-    def end_forward(self):
+    def end_forward(self) -> None:
         """After the module ran."""
 
-    def begin_backward(self):
+    def begin_backward(self) -> None:
         """Before autograd runs."""
 
-    def regather(self):
+    def regather(self) -> None:
         """Weights have changed while contexts hold them gathered."""
 
-    def begin_step(self):
+    def begin_step(self) -> None:
         """Before the step decides whether to update."""
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Return when the module's parameters may be read."""
 
-    def wait_in_flight(self):
+    def wait_in_flight(self) -> None:
         """Wait for what is in flight, and begin nothing."""
         self.synchronize()
 
     @property
-    def shard_comm(self):
-        """The Collectives of the ranks whose shards together are everything, once: all ranks, or a node's."""
+    def shard_comm(self) -> Collectives:
+        """The Collectives of the ranks whose shards make up one copy of everything: all ranks, or a node's."""
         return self.comm
 
     @contextlib.contextmanager
-    def unsharded(self, buckets):
+    def unsharded(self, buckets: list[Bucket]) -> Iterator[None]:
         """A context in which every rank has the full parameters of these buckets."""
         self.synchronize()
         yield
 
     # ---- accounting -------------------------------------------------------------------------------------------
 
-    def model_state_bytes(self):
+    def model_state_bytes(self) -> dict[str, int] | None:
         """Bytes of model states on this rank, counted from live storages: parameters, gradients, optimizer.
 
         Parameters and gradients are counted just before the last update, the optimizer's states after it (torch
@@ -351,15 +331,15 @@ class EngineBase(Backward, Files, NoModule):
         """
         return self.accounting.held()
 
-    def predicted_model_state_bytes(self):
+    def predicted_model_state_bytes(self) -> dict[str, int]:
         """The same bytes, computed from `owned`: per bucket the elements kept of each state, padding included.
 
         In 16-bit a step of several backwards also holds their sum: 4 bytes per element of the optimizer shard, in
-        place of the gradients or, if these are packed in place, in addition. It assumes a step like the last one.
+        place of the 16-bit mean or, in stages 0 and 1, in addition to it. It assumes a step like the last one.
         """
         return self.accounting.predicted_held()
 
-    def predicted_wire_bytes_per_step(self):
+    def predicted_wire_bytes_per_step(self) -> dict[str, int]:
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
 
         The step has as many backwards as the last one, as many of them under `no_sync`, and forwards like its last one.
@@ -368,40 +348,9 @@ class EngineBase(Backward, Files, NoModule):
         """
         return self.accounting.predicted_sent()
 
-    def live(self):
+    def live(self) -> dict[str, list]:
         """The tensors that this rank holds now, by class: the model states, and those that live within a step."""
         live = self.accounting.live()
-        for holder in (*self.holders, self.saving):
-            if holder is not None:
-                live[HOST] = live.get(HOST, []) + list(holder.tensors)
+        for holder in filter(None, (*self.holders, self.saving)):
+            live[HOST] = live.get(HOST, []) + list(holder.tensors)
         return live
-
-    # ---- building ---------------------------------------------------------------------------------------------
-
-    def make_buckets(self):
-        """Cut the model into buckets of about `bucket_mb`, last registered first, with no storage yet."""
-        named = list(self._module.named_parameters())
-        return layout.buckets(
-            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, self.bucket_class
-        )
-
-    def allocate(self, bucket):
-        """Allocate what `owned` says this rank keeps of a bucket; set initial values, and watch for gradients."""
-        whole = self._initial.of(bucket)
-        for name, parameter in bucket.members.items():
-            parameter.grad = None  # from before the engine
-            self.bucket_of[parameter] = bucket
-            if bucket.kind.trainable:  # autograd calls it with the sum over all uses of the parameter in a backward
-                report = Hook(self._report_gradient, weakref.ref(bucket), name)
-                self.handles.append(parameter.register_post_accumulate_grad_hook(report))
-        bucket.filling = self.filling
-        bucket.allocate(self, whole)
-        bucket.check_padding()
-        for shard in bucket.optimizer_shards:
-            shard.master.whole = bucket.whole_in(shard.part)
-        (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
-
-    def dtype_of(self, name, parameter):
-        """The dtype a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
-        rounded = parameter.dtype == torch.float32 and name not in self._kept_fp32
-        return self.dtype if rounded else parameter.dtype

@@ -12,7 +12,6 @@ class Buffers:
 
     def __init__(self, parts, comm, broadcasts):
         self._parts, self._comm, self._broadcasts = parts, comm, broadcasts
-        self._common = None  # the bits when they were last alike on all ranks; None if they may not be so now
         self._apart = 0  # open contexts in which ranks may run the model unequally often
 
     @property
@@ -24,16 +23,12 @@ class Buffers:
         """Give every rank the buffers of rank 0, if a step may follow or if they differ.
 
         Other code, such as update_bn, may write buffers between two evaluations, on some ranks only. So ranks compare.
-        Within `gathered` they are alike, until they are written.
+        Within `gathered`, which makes them alike when it begins, each rank goes on with its own.
         """
-        training, records = self._parts.model.training, torch.is_grad_enabled()
         if self._apart:
-            if (records or not training) and self._bits() != self._common:
-                self.broadcast()
-                self._common = self._bits()
-        elif training or records:
+            return
+        if self._parts.model.training or torch.is_grad_enabled():
             self.broadcast()
-            self._common = None
         else:
             self._make_alike()
 
@@ -44,7 +39,6 @@ class Buffers:
             bits = torch.tensor([own, -own], device=self._comm.device)
             if host_value(self._comm.maximum(bits, "whether the buffers are alike").sum(), 0) != 0:
                 self.broadcast()
-            self._common = self._bits()
 
     @contextlib.contextmanager
     def apart(self):
@@ -58,7 +52,6 @@ class Buffers:
             self._apart -= 1
 
     def broadcast(self):
-        """Give every rank the buffers of rank 0."""
         buffers = self._distinct()
         if not buffers:
             return

@@ -1,9 +1,12 @@
 """Before training: a model leaves the meta device, and every parameter gets its initial values."""
 
+import weakref
+
 import torch
 from torch import nn
 
-from common.engine import ties
+from common.engine import layout, ties
+from common.engine.hooks import Hook
 from common.errors import InputError
 from common.tensors import checksum
 
@@ -79,10 +82,6 @@ class InitialValues:
                     "compute it in init=, or build the model's buffers off the meta device"
                 )
 
-    def take_from_file(self, tensors):
-        """These parameters and buffers have their values from a file."""
-        self.unset = {name: tensor for name, tensor in self.unset.items() if tensor not in tensors}
-
     def check_set(self):
         """Refuse to compute with tensors that have no values yet."""
         for name in self.unset:
@@ -90,6 +89,42 @@ class InitialValues:
                 f"init= leaves {name!r} without values; fill it in init=, or write engine.load_weights(file) or "
                 "engine.load(path) before the first forward"
             )
+
+
+def make_buckets(engine):
+    """Cut the model into buckets of about `bucket_mb`, last registered first, with no storage yet."""
+    named = list(engine._module.named_parameters())
+    groups, nbytes, size = engine.param_groups, engine.bucket_mb * 2**20, engine.world_size
+    return layout.buckets(named, groups, engine.dtype_of, nbytes, size, engine.bucket_class)
+
+
+def allocate(engine, bucket):
+    """Allocate what `owned` says this rank keeps of a bucket; set initial values, and watch for gradients."""
+    whole = engine._initial.of(bucket)
+    for name, parameter in bucket.members.items():
+        parameter.grad = None  # from before the engine
+        engine.bucket_of[parameter] = bucket
+        if bucket.kind.trainable:  # autograd calls it with the sum over all uses of the parameter in a backward
+            report = Hook(engine._report_gradient, weakref.ref(bucket), name)
+            engine.hooks.append(parameter.register_post_accumulate_grad_hook(report))
+    bucket.filling = engine.filling
+    bucket.allocate(engine, whole)
+    bucket.check_padding()
+    for shard in bucket.optimizer_shards:
+        shard.master.whole = bucket.undivided_in(shard.part)
+    (engine.buckets if bucket.kind.trainable else engine.frozen).append(bucket)
+
+
+def dtype_of(engine, name, parameter):
+    """The dtype a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
+    rounded = parameter.dtype == torch.float32 and name not in engine._kept_fp32
+    return engine.dtype if rounded else parameter.dtype
+
+
+def initial_states(engine, shard, group):
+    """The states that the optimizer of the engine's factory has of a shard, of a group's number, when it is built."""
+    options, weights = engine.param_groups[group], [shard.master]
+    return engine.make_optimizer([{**options, "params": weights}] if len(options) > 1 else weights).state[shard.master]
 
 
 def optimizer_over(buckets, make, param_groups, are_one):

@@ -1,9 +1,12 @@
 """The mean gradient between backward and step, whole on every rank, to read or write."""
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from common.calls import entering, kept
 from common.errors import InputError
@@ -12,7 +15,7 @@ from common.tensors import checksum, end_to_end
 
 
 @contextlib.contextmanager
-def gradients(engine, *modules, write=False):
+def gradients(engine: Any, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, Tensor]]:
     """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
 
     A collective, between `backward` and `step`. It is the mean of all backwards since the last step, unscaled and
@@ -32,7 +35,7 @@ def gradients(engine, *modules, write=False):
         engine.reduce_pending()
         engine.comm.traffic.phase = "gradients"
         wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
-        places = {name: None for name, p in engine._module.named_parameters() if p in wanted and p.requires_grad}
+        places: dict = {name: None for name, p in engine._module.named_parameters() if p in wanted and p.requires_grad}
         for bucket in engine.buckets:
             if not wanted.isdisjoint(bucket.members.values()):
                 whole = _whole_mean(engine, bucket).float() / engine._scale
@@ -54,7 +57,7 @@ def _whole_mean(engine, bucket):
     return kept if len(kept) == bucket.padded_numel else engine.shard_comm.everyones(kept, bucket.name).view(-1)
 
 
-def _agree(engine, places, found):
+def _check_entries(engine, places, found):
     """Refuse, on every rank, entries that are no gradients of these parameters, or differ between ranks."""
     comm, misfit, how = engine.comm, None, "write the same on every rank; nothing of it is kept"
     for name, (_, place) in places.items():
@@ -79,7 +82,7 @@ def _keep(engine, places, found):
     """Have each optimizer shard keep its part of the entries that changed, in fp32, if there still is a gradient."""
     if not any(bucket.has_gradient for bucket, _ in places.values()):
         return
-    _agree(engine, places, found)
+    _check_entries(engine, places, found)
     written = {}  # bucket -> {name: flat}
     for name, (bucket, place) in places.items():
         if not torch.equal(found[name], place):

@@ -7,11 +7,11 @@ import hashlib
 import re
 import types
 import weakref
-from collections import defaultdict
 
 from torch.optim import lr_scheduler
 
 from common import patches
+from common.calls import TABLE
 from common.engine.hooks import Hook
 from common.engine.weight_writes import HOW
 from common.errors import InputError
@@ -22,13 +22,6 @@ HOW_TO_CHANGE = (
     "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build an "
     "engine of it, and write engine.continue_from(old_engine)"
 )
-INSTEAD = {  # attribute of an nn.Module -> what to write
-    "parameters": "write engine.module.parameters()",
-    "named_parameters": "write engine.module.named_parameters()",
-    "state_dict": "write engine.full_state_dict(), or engine.save(path)",
-    "load_state_dict": "write engine.load(path), or engine.load_weights(file)",
-    "to": "move the model before the engine is built; precision= of the engine is what casts it",
-}
 
 engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, which holds the parameter
 
@@ -42,7 +35,7 @@ class Guards:
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
         for module in engine._module.modules():
-            engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
+            engine.hooks.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
         optimizer, drop = engine.optimizer, Hook(engine.zero_grad)
         optimizer.zero_grad = lambda set_to_none=True: drop()
         optimizer.register_state_dict_post_hook(Hook(self._mark_state_dict))
@@ -50,7 +43,7 @@ class Guards:
         optimizer.register_step_pre_hook(Hook(self.before_optimizer))
         optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
         optimizer.add_param_group = _refuse_group
-        self._own_step = _watched(optimizer.step)
+        self._own_step = watched(optimizer.step)
         self.values, self.writes = engine._initial.check_set, engine.weight_writes.check
 
     # ---- what the table asks for before a call -------------------------------------------------------------------
@@ -141,7 +134,6 @@ class Guards:
             watch.give_up()
 
     def keep(self):
-        """Keep what was written so far within contexts for writing."""
         for keep in self._engine.state.kept:
             keep()
 
@@ -227,7 +219,7 @@ class Guards:
     def optimizer(self):
         """Refuse a `step` that replaced the optimizer's own: not every engine would call it."""
         put = vars(self._engine.optimizer).get("step")  # None if it is the class's
-        if put is not None and _watched(put) is not self._own_step:
+        if put is not None and watched(put) is not self._own_step:
             raise InputError(f"engine.optimizer.step was replaced after the engine was built; {WHERE_TO_WRITE}")
 
     def before_optimizer(self, *_):
@@ -240,8 +232,8 @@ class NoModule:
     """An engine is no nn.Module, and is tied to its ranks: a use as a model raises and says what to write."""
 
     def __getattr__(self, name):
-        if name in INSTEAD:
-            raise AttributeError(f"an engine has no {name!r}: {INSTEAD[name]}")
+        if name in TABLE["instead"]:
+            raise AttributeError(f"an engine has no {name!r}: {TABLE['instead'][name]}")
         return self.__getattribute__(name)  # raises Python's own message
 
     def __reduce__(self):
@@ -255,7 +247,7 @@ def _refuse_group(*_, **__):
     raise InputError("engine.optimizer takes no more parameters; list them in param_groups= when the engine is built")
 
 
-def _watched(step):
+def watched(step):
     """The function that steps: a learning rate scheduler wraps `optimizer.step` to watch it."""
     if getattr(step, "__globals__", None) is vars(lr_scheduler):
         step = step.__wrapped__
@@ -272,11 +264,8 @@ def _refuse_other_optimizers(optimizer, *_):
 
 def _drop_gradients(module):
     """A module's `zero_grad()`: engines drop the gradients of its parameters."""
-    found = defaultdict(set)
-    for parameter in module.parameters():
-        if id(parameter) in engine_of:
-            found[engine_of[id(parameter)]].add(parameter)
-    for engine, parameters in found.items():
+    parameters = dict.fromkeys(module.parameters())
+    for engine in dict.fromkeys(engine_of[id(parameter)] for parameter in parameters if id(parameter) in engine_of):
         engine.guards.drop_gradients(parameters)
 
 

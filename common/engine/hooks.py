@@ -25,16 +25,12 @@ class Hook:
 
 
 class ModuleHook(Hook):
-    """A hook on a module, run in Python in a model that torch.compile traces."""
+    """A hook on a module, run in Python in a model that torch.compile traces: it cannot trace threads and storages."""
+
+    in_python = torch.compiler.disable(Hook.__call__)
 
     def __call__(self, *args):
-        return _past_the_compiler(self, args) if torch.compiler.is_compiling() else super().__call__(*args)
-
-
-@torch.compiler.disable
-def _past_the_compiler(hook, args):
-    """Run a hook in Python: torch.compile would trace it, and cannot trace threads and storages."""
-    return Hook.__call__(hook, *args)
+        return self.in_python(*args) if torch.compiler.is_compiling() else super().__call__(*args)
 
 
 class LeafHook(Hook):

@@ -3,17 +3,18 @@
 Index arithmetic alone: nothing here holds a parameter's values or communicates. Stages 0 to 2 pack runs of about
 `bucket_mb` (buckets), stage 3 one run per unit and kind; both then cut a run in the same way:
 
-    run      | a a a a a a a | b b b | gap | c c c c c | padding |      offsets in elements
-    shards   |    rank 0    |    rank 1    |    rank 2    | rank 3 |      shard_numel each
+    run      | a a a a a a a | b b b | gap | c c c c c | padding |
+    shards   |    rank 0     |    rank 1   |   rank 2  |  rank 3 |      shard_numel elements each
 
 A gap is padding too: it lets the next parameter begin at an aligned address. Parameters of a group with `"whole": True`
 are dealt to ranks whole, so that their optimizer may look at a matrix; shards are as long as the longest:
 
-    run      | a a a a | padding | b b | gap | c c | d d d | padding |
-    shards   |       rank 0      |      rank 1     |      rank 2     |
+    run      | a a a a a a a a a | b b b b b | padding | c c c | gap | d d |
+    shards   |      rank 0       |       rank 1        |      rank 2       |
 """
 
 import heapq
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +25,11 @@ from common.tensors import length, within
 # A fused optimizer steps the last few elements of a tensor by other instructions than the rest. Shards of whole
 # multiples of this have no such tail, so an element's update does not depend on where its shard begins.
 ALIGNMENT = 32
-# A matrix-vector kernel adds in another order if a matrix begins at an odd address. So every parameter begins at a
-# multiple of a cache line, as a tensor of its own does. That costs at most 60 bytes each in fp32, and none if sizes are
-# multiples of 16 elements in fp32, of 32 in 16-bit.
+# A matrix-vector kernel adds in another order if a matrix begins at an unaligned address. So every parameter begins at
+# a multiple of a cache line, as a tensor of its own does. That costs at most 60 bytes each in fp32, and none if sizes
+# are multiples of 16 elements in fp32, of 32 in 16-bit.
 SLOT_BYTES = 64
-# Buckets of whole parameters grow until their shards are nearly equal; a run that is padded further is refused.
+# Buckets of undivided parameters grow until their shards are nearly equal; a run padded beyond MOST_PADDING is refused.
 PADDING, MOST_PADDING = 1.1, 1.5
 
 
@@ -53,8 +54,19 @@ class Kind:
     dtype: torch.dtype
     group: int  # index of their parameter group
     trainable: bool
-    cut: bool = False  # whether each tensor-parallel rank holds another piece of them
-    whole: bool = False  # whether each lies in one shard
+    tensor_cut: bool = False  # whether each tensor-parallel rank holds another piece of them
+    undivided: bool = False  # a `"whole"` group's: each lies in one shard
+    block: int = 1  # elements that share a scale where ZeRO++ quantizes; slots and shards begin with a block
+
+    @property
+    def slot(self):
+        """The elements of which a slot begins at a multiple."""
+        return math.lcm(SLOT_BYTES // self.dtype.itemsize, self.block)
+
+    @property
+    def alignment(self):
+        """The elements of which a shard has a multiple."""
+        return math.lcm(ALIGNMENT, self.block)
 
 
 def round_up(number, multiple):
@@ -72,18 +84,20 @@ class FlatRange:
 
     def __init__(self, named_parameters, kind, world_size):
         self.kind, self.name = kind, ""
-        shards = deal(named_parameters, kind, world_size if kind.whole else 1)
+        # Undivided parameters are dealt to N shards; all others stay in a row, which is then cut into N.
+        shards = deal(named_parameters, kind, world_size if kind.undivided else 1)
         cut_by = world_size // len(shards)
         longest = max((slot.end for shard in shards for slot in shard), default=1)
-        self.shard_numel = round_up(max(longest, 1), cut_by * ALIGNMENT) // cut_by
+        self.shard_numel = round_up(max(longest, 1), cut_by * kind.alignment) // cut_by
         self.padded_numel = self.shard_numel * world_size
         self.slots = {  # name -> slot, in order
             slot.name: replace(slot, offset=slot.offset + number * self.shard_numel)
             for number, shard in enumerate(shards)
             for slot in shard
         }
-        self._cuts = [at for slot in self.slots.values() for at in (slot.offset, slot.end)][1:]  # the first begins at 0
-        gaps = zip(self._cuts[::2], [*self._cuts[1::2], self.padded_numel], strict=True)
+        ends = [at for slot in self.slots.values() for at in (slot.offset, slot.end)]
+        self._boundaries = ends[1:]  # the first begins at 0
+        gaps = zip(self._boundaries[::2], [*self._boundaries[1::2], self.padded_numel], strict=True)
         self.gaps = [slice(begin, end) for begin, end in gaps if begin < end]
 
     def shard(self, rank):
@@ -99,9 +113,9 @@ class FlatRange:
         slot = self.slots[name]
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
 
-    def cut(self, flat):
+    def views(self, flat):
         """All parameters as views of `flat`, {name: view}: made at once, in a third of the time of single views."""
-        parts = flat.tensor_split(self._cuts)[::2]
+        parts = flat.tensor_split(self._boundaries)[::2]
         return {slot.name: part.view(slot.shape) for slot, part in zip(self.slots.values(), parts, strict=True)}
 
     def overlaps(self, part):
@@ -111,22 +125,35 @@ class FlatRange:
             if common.start < common.stop:
                 yield slot.name, within(common, slice(slot.offset, slot.end)), within(common, part)
 
-    def whole_in(self, part):
-        """The parameters of a `whole` run in elements `part`, which cuts none: [(their slice of `part`, shape)]."""
-        return [(here, self.slots[name].shape) for name, _, here in self.overlaps(part) if self.kind.whole]
+    def cut(self, part, key_of):
+        """Cut elements `part` of the run before each parameter whose `key_of(name)` differs from the last one's.
+
+        Returns:
+            [(slice of `part`, name of the first parameter in it)]. It is one, of None, if there is padding alone.
+        """
+        begins = []
+        for name, _, here in self.overlaps(part):
+            if not begins or key_of(name) != key_of(begins[-1][1]):
+                begins.append((here.start if begins else 0, name))
+        stops = [*(at for at, _ in begins[1:]), length(part)]
+        return [(slice(at, stop), name) for (at, name), stop in zip(begins or [(0, None)], stops, strict=True)]
+
+    def undivided_in(self, part):
+        """Undivided parameters in elements `part` of the run, which must cut none: [(their slice of `part`, shape)]."""
+        return [(here, self.slots[name].shape) for name, _, here in self.overlaps(part) if self.kind.undivided]
 
     @property
-    def padding(self):
-        """How many times as long it is as a run whose shards cut the same parameters."""
-        cut = sum(round_up(slot.numel, SLOT_BYTES // self.kind.dtype.itemsize) for slot in self.slots.values())
-        return self.padded_numel / round_up(max(cut, 1), self.padded_numel // self.shard_numel * ALIGNMENT)
+    def padding_ratio(self):
+        """Its length over that of the same parameters in a row, which shards may cut."""
+        cut = sum(round_up(slot.numel, self.kind.slot) for slot in self.slots.values())
+        return self.padded_numel / round_up(max(cut, 1), self.padded_numel // self.shard_numel * self.kind.alignment)
 
     def check_padding(self):
         """Refuse whole parameters that N equal shards hold badly."""
-        if self.kind.whole and self.padding > MOST_PADDING:
+        if self.kind.undivided and self.padding_ratio > MOST_PADDING:
             raise InputError(
-                f'"whole": {self.name} would be {self.padding:.2f} times as long as if shards cut its parameters; use '
-                "fewer ranks (stages 0 to 2 deal the parameters of all layers together)"
+                f'"whole": {self.name} would be {self.padding_ratio:.2f} times as long as if shards cut its '
+                "parameters; use fewer ranks (stages 0 to 2 deal the parameters of all layers together)"
             )
 
     def fill(self, target, part, values):
@@ -145,16 +172,16 @@ def deal(named_parameters, kind, ranks):
     shards, ends = [[] for _ in range(ranks)], [(0, rank) for rank in range(ranks)]
     for name, parameter in sorted(named_parameters, key=lambda member: -member[1].numel() if ranks > 1 else 0):
         end, rank = heapq.heappop(ends)
-        offset = round_up(end, SLOT_BYTES // kind.dtype.itemsize)
+        offset = round_up(end, kind.slot)
         shards[rank].append(Slot(name, tuple(parameter.shape), parameter.numel(), offset))
         heapq.heappush(ends, (shards[rank][-1].end, rank))
     return shards
 
 
-def kinds(named_parameters, param_groups, dtype_of):
+def kinds(named_parameters, param_groups, dtype_of, block_of=lambda name, parameter: 1):
     """Sort (name, parameter) pairs by kind, {Kind: [(name, parameter), ...]}, in their order.
 
-    `dtype_of(name, parameter)` is the dtype that a parameter is kept in.
+    `dtype_of(name, parameter)` is the dtype that a parameter is kept in; `block_of` gives `Kind.block`.
     """
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
     whole_groups = {index for index, group in enumerate(param_groups) if group.get("whole")}
@@ -164,7 +191,7 @@ def kinds(named_parameters, param_groups, dtype_of):
         cut, whole = getattr(parameter, "cut_on_tensor_axis", False), trainable and group in whole_groups
         if cut and whole:
             raise InputError(f'"whole": a tensor rank has but a piece of {name!r}; list it in another group')
-        kind = Kind(dtype_of(name, parameter), group, trainable, cut, whole)
+        kind = Kind(dtype_of(name, parameter), group, trainable, cut, whole, block_of(name, parameter))
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 
@@ -172,9 +199,9 @@ def kinds(named_parameters, param_groups, dtype_of):
 def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, make=FlatRange):
     """Cut parameters, last registered first, into runs of about `bucket_bytes`.
 
-    Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
-    cut: one larger than a bucket has a bucket of its own. Runs are ordered as they fill. 16-bit parameters count as
-    fp32, in which their gradients are added and stepped. Whole parameters take as wide buckets as equal shards need.
+    Backward produces gradients in roughly that order, so the first bucket is full early. A parameter lies in one
+    bucket: one larger than a bucket has a bucket of its own. Runs are ordered as they fill. 16-bit parameters count as
+    fp32, in which they are stepped. Buckets of undivided parameters grow until they are `even`.
     """
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}
@@ -182,8 +209,8 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
 
     def even(kind, members):
         sizes = [parameter.numel() for _, parameter in members]
-        may_be = max(sizes) * world_size <= PADDING * sum(sizes)  # else no deal is, and none is tried
-        return not kind.whole or (may_be and FlatRange(members, kind, world_size).padding <= PADDING)
+        may_be = max(sizes) * world_size <= PADDING * sum(sizes)  # else the largest alone makes it uneven
+        return not kind.undivided or (may_be and FlatRange(members, kind, world_size).padding_ratio <= PADDING)
 
     for kind, members in kinds(last_registered_first, param_groups, dtype_of).items():
         size, first = None, len(packed)

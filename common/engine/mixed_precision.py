@@ -5,10 +5,10 @@ shard only: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 
 1910.02054, sec. 3.1). In fp32 the parameters are their own master weights.
 """
 
-import contextlib
 import itertools
 import math
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -27,25 +27,8 @@ def dtype_of(precision):
     return DTYPES[precision]
 
 
-class RunningBackward:
-    """The backward that an engine of this process runs. Its graph may reach parameters of other engines too.
-
-    Attributes:
-        loss_scale: the factor on its loss; None while none runs.
-    """
-
-    loss_scale = None
-
-    @contextlib.contextmanager
-    def of_loss_scaled_by(self, loss_scale):
-        before, self.loss_scale = self.loss_scale, loss_scale
-        try:
-            yield
-        finally:
-            self.loss_scale = before
-
-
-running_backward = RunningBackward()
+# The backward that an engine of this process runs. Its graph may reach parameters of other engines too.
+running_backward = SimpleNamespace(loss_scale=None)  # the factor on its loss; None while none runs
 
 
 @dataclass(frozen=True)
@@ -92,7 +75,6 @@ class LossScaler:
             self.pardons = self.hysteresis
 
     def update(self, overflow):
-        """Adapt the scale after a step."""
         if overflow:
             self.good_steps = 0
             self.pardons = max(0, self.pardons - 1)
@@ -105,11 +87,9 @@ class LossScaler:
             self.scale *= 2
 
     def state_dict(self):
-        """All attributes, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state):
-        """Take all attributes from a checkpoint."""
         vars(self).update(state)
 
 
@@ -163,9 +143,8 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
     """
     held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel
     columns = 1 if axes.tensor is None else 2  # with a tensor axis: whole parameters, and those that are cut
-    shards, combine = torch.zeros(held, columns, dtype=torch.float64, device=comm.device), torch.add
-    if norm_type == math.inf:
-        combine = torch.maximum
+    shards = torch.zeros(held, columns, dtype=torch.float64, device=comm.device)
+    combine = torch.maximum if norm_type == math.inf else torch.add
     for bucket in buckets:
         for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
@@ -174,7 +153,7 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
                 found = torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
                 found = chunk.double().square().sum()
-            column = int(bucket.kind.cut)
+            column = int(bucket.kind.tensor_cut)
             shards[shard, column] = combine(shards[shard, column], found)
     if held * buckets[0].shard_numel < buckets[0].padded_numel:
         shards = comm.everyones(shards.view(-1), "the gradient norm").view(-1, columns)

@@ -27,8 +27,8 @@ class Reader:
     def __init__(self, engine, unit, path, module):
         self.engine, self.path, self.module, self.hooked = weakref.proxy(engine), path, module, False
         self.alone = 0  # its current runs that the unit is pinned for
-        engine.handles.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
-        engine.handles.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
+        engine.hooks.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
+        engine.hooks.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
         self.look_after(unit)
 
     def look_after(self, unit):
@@ -36,9 +36,9 @@ class Reader:
         self.unit = unit
         if self.module is not unit.module and not self.hooked:
             self.hooked = True
-            self.engine.handles.append(self.module.register_forward_pre_hook(LeafHook(self.before), prepend=True))
+            self.engine.hooks.append(self.module.register_forward_pre_hook(LeafHook(self.before), prepend=True))
             # Without always_call, with which torch.compile makes a graph for each block.
-            self.engine.handles.append(self.module.register_forward_hook(LeafHook(self.after)))
+            self.engine.hooks.append(self.module.register_forward_hook(LeafHook(self.after)))
 
     def before(self, module, args):
         unit, own = self.unit, bool(self.alone)  # `own`: the unit is pinned for this module, which calls itself
@@ -103,7 +103,6 @@ TELLS |= {"untyped_storage", "data_ptr", "is_shared", "is_pinned", "is_inference
 TELLS |= {"register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"}
 TELLS |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 
-
 # Functions whose result reads the values later.
 VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag", "detach"}
 
@@ -155,6 +154,5 @@ def become_readable(parameters):
     freed = [parameter for parameter in parameters if type(parameter) is Freed]
     become(freed, nn.Parameter)
     for parameter in freed:
-        own = vars(parameter)
-        own.pop("freed_name", None)
-        own.pop("freed_values", None)
+        for name in ("freed_name", "freed_values"):
+            vars(parameter).pop(name, None)

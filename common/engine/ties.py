@@ -1,8 +1,8 @@
 """Tensors of a model that share memory without being one Parameter.
 
 An engine gives each Parameter a place of its own, so Parameters that share memory would come apart. Parameters that are
-the same memory, after `head.weight.data = embedding.weight.data`, become one; those that overlap in part are refused.
-Buffers stay where they are, and may overlap each other.
+the same memory, after `head.weight.data = embedding.weight.data`, become one. Those that overlap in part are refused.
+So are buffers and plain attributes that are views of one. Buffers stay where they are, and may overlap each other.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch.nn.parameter import is_lazy
 
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import own_parameters
+from common.tensors import own_parameters, tensors_in
 
 OWN = "share one nn.Parameter, or copy it by clone()"
 
 
 def check_tensors(model):
-    """Refuse tensors that no engine can keep: without a shape yet, not dense, or made in inference mode."""
+    """Refuse tensors that no engine can train: without a shape yet, not dense, of inference mode, with `main_grad`."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise InputError(f"{name!r} has no shape yet: run the model once before the engine is built")
@@ -24,6 +24,9 @@ def check_tensors(model):
             raise InputError(f"{name!r} is {tensor.layout}, and engines keep dense tensors: register its to_dense()")
         if tensor.is_inference():
             raise InputError(f"{name!r} was made in torch.inference_mode(), and cannot change: build the model outside")
+        if tensor.requires_grad and getattr(tensor, "main_grad", None) is not None:
+            adds = "to which fused kernels add, while autograd gets no gradient"
+            raise InputError(f"{name!r} has a main_grad, {adds}: switch gradient accumulation fusion off")
 
 
 def tie(model):
@@ -40,9 +43,20 @@ def tie(model):
             distinct.append((f"parameter {name!r}", parameter))
         else:
             instead[parameter] = known
-    _check_apart(distinct, [(f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()])
+    others = [(f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()]
+    _check_apart(distinct, [*others, *_attributes(model, {id(parameter) for _, parameter in distinct})])
     replace(model, instead)
     return instead
+
+
+def _attributes(model, parameters):
+    """Tensors among the modules' plain attributes, but for those that a hook sets anew, as spectral_norm's does."""
+    for path, module in model.named_modules():
+        anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for name in vars(module).keys() - anew - {"_parameters", "_buffers", "_modules"}:
+            for tensor in tensors_in(vars(module)[name]):
+                if id(tensor) not in parameters and tensor.layout is torch.strided:
+                    yield f"attribute {f'{path}.{name}'.lstrip('.')!r}", tensor
 
 
 def replace(model, instead):

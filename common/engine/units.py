@@ -37,8 +37,8 @@ class Unit:
         apart: whether it lies in a module that is `gathered_apart`; it is freed when a checkpoint has recomputed it.
         buckets: one for each kind of parameter in it.
         gathered: whether its parameters are whole on this rank, or their all-gather is in flight.
-        pins: how many contexts hold it gathered; found_whole, found_shown: whether the first of them found it `whole`,
-            and `shown`, as it is again when the last of them is left.
+        pins: how many contexts hold it gathered.
+        whole_before, shown_before: whether it was `whole` and `shown` before the first of those; it is so again after.
         depth: how many of its forwards run now; more than one if a module calls itself.
         enclosing: the units that were running when it ran, including itself.
         forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
@@ -49,7 +49,7 @@ class Unit:
     def __init__(self, name, module, buckets, apart=False):
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = 0
-        self.gathered = self.open = self.found_whole = self.found_shown = False
+        self.gathered = self.open = self.whole_before = self.shown_before = False
         self.forward_gathers = self.backward_gathers = 1
         self.enclosing = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
@@ -71,11 +71,10 @@ class Unit:
 
     @property
     def trainable(self):
-        """Its trainable buckets."""
         return [bucket for bucket in self.buckets if bucket.kind.trainable]
 
 
-def make_units(model, param_groups, dtype_of, world_size, make):
+def make_units(model, param_groups, dtype_of, world_size, make, **own):
     """Cut a model into units, in the order of their first parameter.
 
     An element of an outermost ModuleList or Sequential is one unit with all that is in it. A part of it is never one:
@@ -101,7 +100,8 @@ def make_units(model, param_groups, dtype_of, world_size, make):
         members.setdefault(homes[parameter], []).append((name, parameter))
     units = []
     for module, named in members.items():
-        runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups, dtype_of).items()]
+        kinds = layout.kinds(named, param_groups, dtype_of, **own)
+        runs = [make(same, kind, world_size) for kind, same in kinds.items()]
         units.append(Unit(paths[module], module, runs, any(map(_apart, _modules_on(model, paths[module])))))
     return units
 
@@ -208,7 +208,7 @@ class _Watch:
         self.engine, self.unit, self.readers = weakref.proxy(engine), unit, []
         self.first = unit.module.register_forward_pre_hook(ModuleHook(self.before), prepend=True)
         self.last = unit.module.register_forward_hook(ModuleHook(self.after))
-        engine.handles += [self.first, self.last]
+        engine.hooks += [self.first, self.last]
 
     def move_hooks(self):
         """Before a forward: move these hooks to the first and last place. Others, added since, may read the weights."""
@@ -221,7 +221,6 @@ class _Watch:
         self.unit.module._forward_hooks.move_to_end(self.last.id)
 
     def give_up(self):
-        """End the runs of parts of the unit that an exception ended."""
         for reader in self.readers:
             if reader.alone:
                 reader.give_up()
@@ -305,7 +304,7 @@ class Values:
 
     Shown, a parameter is a view of the gathered run. Hidden it is too, but Python's reads of it raise: see `Freed`.
     Freed it is NaN in its shape, or zeros for integers: one number for all of its elements, so that a write reaches no
-    other parameter, and is gone when the bucket is freed again.
+    other parameter, and if torch counts it is gone when the bucket is freed again.
 
     Autograd refuses a saved tensor whose version, its count of writes, is another one by now. A parameter shares its
     version with its views and detached copies. So a freed one has a version of its own, until its values are back.
@@ -324,7 +323,7 @@ class Values:
 
     def __init__(self, bucket):
         self._bucket, self.numbers = weakref.ref(bucket), bucket.full_parameters.new_empty(len(bucket.slots))
-        self.gathered, slots = bucket.cut(bucket.full_parameters), bucket.slots.values()
+        self.gathered, slots = bucket.views(bucket.full_parameters), bucket.slots.values()
         self.freed = {slot.name: number.expand(slot.shape) for number, slot in zip(self.numbers, slots, strict=True)}
 
     def hide(self):
@@ -358,7 +357,7 @@ class Values:
         """Leave the memory, with its values, to others that share it, such as an array; take other memory."""
         bucket = self._bucket()
         bucket.full_parameters = bucket.full_parameters.clone()
-        self.gathered = bucket.cut(bucket.full_parameters)
+        self.gathered = bucket.views(bucket.full_parameters)
         for name, parameter in bucket.members.items() if self.versions is None else ():
             parameter.data = self.gathered[name]
         bucket.note_storages()

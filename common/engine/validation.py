@@ -8,17 +8,51 @@ from numbers import Integral, Real
 import torch
 from torch import nn
 
+from common import probes
+from common.engine import ties
 from common.engine.guards import engine_of
-from common.engine.mixed_precision import DTYPES
+from common.engine.mixed_precision import DTYPES, dtype_of
 from common.engine.readers import Freed
-from common.engine.ties import extent
 from common.errors import InputError
-from common.probes import check_rates
 from common.ranks.axes import Axes
 from common.tensors import checksum
 
 # torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NUMBERS = ("clip_norm", "skip_norm", "norm_type", "bucket_mb", "reduce_dtype")
+OPTIONS = ("precision", *NUMBERS, "deterministic", "broadcast_buffers")  # besides an engine's own
+
+
+def agree(engine, optimizer, param_groups, init, keep_fp32, model_parallel):
+    """Validate what an engine is built from, and have the ranks compare it: what one refuses, all raise.
+
+    Sets on the engine `dtype`, `param_groups`, and the bytes of the optimizer's states for each element.
+    """
+    model, comm, kind = engine._module, engine.comm, type(engine)
+    settings = {"the engine": f"{kind.__module__}.{kind.__qualname__}"}
+    settings |= {name: getattr(engine, name) for name in (*engine.own_options, *OPTIONS)}
+    try:
+        engine.dtype = dtype_of(settings["precision"])
+        check_types(types_of_defaults(kind), settings)
+        check_numbers(**{name: settings[name] for name in NUMBERS})
+        engine.optimizer_bytes, engine.counts, settings["the optimizer"] = engine.check_optimizer(optimizer)
+        ties.check_tensors(model)
+        engine.param_groups = check_groups(model, param_groups, ties.tie(model))
+        settings["param_groups"] = [probes.plain(group) for group in engine.param_groups]
+        engine.whole_bytes, settings["the optimizer of whole groups"] = probes.check_whole(
+            optimizer, engine.param_groups, model.named_parameters(), comm.device, bool(engine.axes.by_name)
+        )
+        engine._kept_fp32 = check_kept(model, keep_fp32)
+        settings["keep_fp32"] = sorted(engine._kept_fp32)
+        if not isinstance(model_parallel, Axes | None):
+            raise InputError(f"model_parallel={model_parallel!r}: give common.ranks.axes.Axes(tensor=group), or None")
+        engine.axes.check(model, comm)
+        settings["model_parallel"] = engine.axes.part
+        found = [(what, str(value), "give it alike on every rank") for what, value in settings.items()]
+        found += check_model(model, comm, init, engine.param_groups, engine.dtype)
+    except InputError as error:
+        found = error  # the other ranks are told
+    engine.axes.agree(found, comm)
 
 
 # For each type of an option: the types accepted, and their name. numpy's numbers are numbers, a bool is none.
@@ -38,16 +72,6 @@ def types_of_defaults(engine):
     """The types of the default options of a class of engines, {name: type}."""
     signatures = [inspect.signature(made.__init__) for made in reversed(engine.__mro__)]
     return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
-
-
-def check_axes(model_parallel, model, comm):
-    """The name of this rank's part of the model, on the axes beside the data-parallel group of `comm`."""
-    if model_parallel is None:
-        return ""
-    if not isinstance(model_parallel, Axes):
-        raise InputError(f"model_parallel={model_parallel!r}: give common.ranks.axes.Axes(tensor=group), or None")
-    model_parallel.check(model, comm)
-    return model_parallel.part
 
 
 def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype=None):
@@ -72,7 +96,7 @@ def check_groups(model, param_groups, tied):
     groups = [{"params": list(trainable)}] if param_groups is None else param_groups
     if not all(isinstance(group, dict) and "params" in group for group in groups):
         raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
-    check_rates(groups)
+    probes.check_rates(groups)
     for group in groups:
         check_types({"whole": bool}, group)
     groups = [{**group, "params": list(group["params"])} for group in groups]
@@ -132,7 +156,7 @@ def check_model(model, comm, init, param_groups, dtype):
             )
         if isinstance(parameter, Freed):
             raise InputError(f"{name!r} has no values, as after a stage-3 engine is deleted; build the model anew")
-        if not parameter.is_meta and parameter.numel() > extent(parameter):
+        if not parameter.is_meta and parameter.numel() > ties.extent(parameter):
             raise InputError(f"{name!r} is expanded: several of its elements share memory; copy it by clone()")
         if parameter.requires_grad and parameter.dtype not in DTYPES.values():
             raise InputError(

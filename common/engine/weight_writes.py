@@ -12,8 +12,11 @@ as in fp32 in stages 0 to 2, and refused otherwise.
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from common.calls import entering, kept
 from common.errors import InputError
@@ -60,7 +63,6 @@ class WeightWrites:
 
     @past_subclasses
     def accept_all(self, buckets=None):
-        """Accept all values, of these buckets or of all."""
         for bucket in self._buckets if buckets is None else buckets:
             self._versions.update(zip(map(id, bucket.members.values()), bucket.versions, strict=True))
             self._versions.update([(id(master), master._version) for master in bucket.masters])
@@ -107,7 +109,7 @@ def changed(before):
 
 
 @contextlib.contextmanager
-def gathered(engine, *modules, write=False):
+def gathered(engine: Any, *modules: nn.Module, write: bool = False) -> Iterator[None]:
     """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
 
     With `write`, a collective, they may be written: at the end each rank keeps its shard of them, in master weights
@@ -144,7 +146,7 @@ def gathered(engine, *modules, write=False):
         graph = graph_nodes_made() > max(nodes, engine.nodes_used)
         for bucket, number in users.items():
             if graph:
-                bucket.unit.found_shown = True
+                bucket.unit.shown_before = True
             elif storage_users(bucket.full_parameters) > number:
                 bucket.values.leave()
 
@@ -157,7 +159,7 @@ def _check_read_only(writes, members, unseen):
         return
     for bucket, name, parameter in members:
         if bucket.unit is not None:  # free the unit, and the write with it; it is gathered again when it is needed
-            bucket.unit.found_whole = bucket.unit.found_shown = False
+            bucket.unit.whole_before = bucket.unit.shown_before = False
             parameter.data = bucket.values.gathered[name]
             bucket.strays.discard(name)
             writes.accept([parameter])
@@ -171,8 +173,8 @@ def _writing(engine, members):
     before = {parameter: place.clone() for parameter, place in _places(members).items()}
 
     def keep():
-        _agree(engine.comm, members, _places(members), before)
-        _take_over(engine, members, before)
+        _check_written(engine.comm, members, _places(members), before)
+        _keep_changed(engine, members, before)
 
     def undo():
         for parameter, place in _places(members).items():
@@ -195,7 +197,7 @@ def _places(members):
     return {parameter: bucket.view(bucket.whole_parameters, name) for bucket, name, parameter in members}
 
 
-def _agree(comm, members, places, before):
+def _check_written(comm, members, places, before):
     """Copy parameters back to their places after `parameter.data = tensor`; compare all ranks."""
     found, how = [], "write the same on every rank; nothing of it is kept"
     try:
@@ -218,7 +220,7 @@ def _agree(comm, members, places, before):
     check_agreement(found, comm, "what was written")
 
 
-def _take_over(engine, members, before):
+def _keep_changed(engine, members, before):
     """Have each bucket keep the elements that changed. Unchanged ones keep the digits of their master weights."""
     written = {}  # bucket -> {name: (whole parameter, flat; which elements changed)}
     for bucket, name, parameter in members:

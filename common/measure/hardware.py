@@ -32,7 +32,7 @@ def commit():
     """The commit of this checkout, with "-dirty" if files differ from it; "" without a checkout or git."""
     root = Path(__file__).parents[2]
     checkout = ["git", "--git-dir", root / ".git", "--work-tree", root]  # not a repository around this one
-    describe = [*checkout, "describe", "--always", "--dirty", "--exclude", "*"]
+    describe = [*checkout, "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

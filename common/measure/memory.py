@@ -52,7 +52,6 @@ def storage_id(tensor):
 
 
 def storage_ids(tensors):
-    """Yield the identity of each tensor's storage."""
     return map(operator.attrgetter("_cdata"), map(torch.Tensor.untyped_storage, tensors))
 
 
@@ -112,7 +111,6 @@ class Timeline(TorchDispatchMode):
         return result
 
     def sample(self):
-        """Count the live bytes now."""
         self._others = {key: kept for key, kept in self._others.items() if not kept[0].expired()}
         seen = set()
         now = dict.fromkeys(CLASSES, 0) | resident(self.engine, seen)

@@ -66,12 +66,10 @@ class Recording:
         self._profiler = profile(activities=activities, acc_events=True, experimental_config=every_thread)
 
     def start(self):
-        """Begin to record."""
         self._hooks = [hook for name, part in parts(self._module) for hook in _labelled(name, part)]
         self._profiler.start()
 
     def stop(self):
-        """End the recording."""
         self._profiler.stop()
         for hook in self._hooks:
             hook.remove()

@@ -51,16 +51,6 @@ SIZES = {
     "lora-tiny": partial(LoRAGPT, GPTConfig(layers=2, width=16, heads=2, sequence=16), rank=2, alpha=4),
     "lora-nano": partial(LoRAGPT, GPTConfig(layers=4, width=96, heads=4, sequence=128), rank=4, alpha=8),
 }
-# Model shapes from papers: to simulate and to plan, on any machine.
-LANDMARKS = {
-    "gpt2-1.5b": partial(GPT, GPTConfig(layers=48, width=1600, heads=25, sequence=1024, vocabulary=50257)),
-    "gpt-7.5b": partial(GPT, GPTConfig(layers=36, width=4096, heads=32, sequence=1024, vocabulary=50257)),
-    "turing-nlg-17b": partial(GPT, GPTConfig(layers=78, width=4256, heads=28, sequence=1024, vocabulary=50257)),
-    "gpt3-175b": partial(GPT, GPTConfig(layers=96, width=12288, heads=96, sequence=2048, vocabulary=50257)),
-    "bloom-176b": partial(GPT, GPTConfig(layers=70, width=14336, heads=112, sequence=2048, vocabulary=250880)),
-    "mt-nlg-530b": partial(GPT, GPTConfig(layers=105, width=20480, heads=128, sequence=2048, vocabulary=50257)),
-    "gpt-1t": partial(GPT, GPTConfig(layers=128, width=25600, heads=256, sequence=2048, vocabulary=50257)),
-}
 
 
 def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
@@ -72,7 +62,7 @@ def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
     Args:
         checkpoint_activations: "non-reentrant" or "reentrant", torch's checkpoint around each block, which backward
             recomputes. None keeps all activations.
-        known: SIZES, or LANDMARKS too.
+        known: {name: what makes the model}: SIZES, or others too.
 
     Raises:
         InputError: there is no such name or kind, or the model has no blocks.

@@ -117,9 +117,7 @@ class Llama(Decoder):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def embed(self, inputs):
-        """The first block's input, [batch, length, width]."""
         return self.wte(inputs)
 
     def predict(self, x):
-        """The logits, from the last block's output."""
         return self.head(self.norm_f(x))

@@ -37,8 +37,7 @@ def run_blocks(blocks, x, kind, saving):
         return x
     with saving:
         for block in blocks:
-            once = partial(_run_once, block)
-            x = checkpoint(once, x, use_reentrant=kind == "reentrant")
+            x = checkpoint(partial(_run_once, block), x, use_reentrant=kind == "reentrant")
     return x
 
 

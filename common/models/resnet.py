@@ -20,9 +20,8 @@ class ResidualBlock(nn.Module):
         self.bn_1 = nn.BatchNorm2d(after)
         self.conv_2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
         self.bn_2 = nn.BatchNorm2d(after)
-        if before == after and stride == 1:
-            self.shortcut = nn.Identity()
-        else:
+        self.shortcut = nn.Identity()
+        if before != after or stride > 1:
             conv = nn.Conv2d(before, after, 1, stride, bias=False)
             self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(after))
 

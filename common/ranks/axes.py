@@ -12,13 +12,19 @@ an overflow, how the engines were built.
 
 import contextlib
 import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from common.errors import InputError
 from common.ranks.agreement import check_agreement
 from common.ranks.collectives import Collectives
+from common.tensors import host_value
+
+ALIKE = "give tensor ranks the same random numbers: torch.manual_seed(seed + engine.rank)"
 
 
 class Axes:
@@ -31,31 +37,32 @@ class Axes:
 
     Attributes:
         tensor, pipeline: `Collectives`, each with a lane and a meter of its own; None for an axis of one rank.
+        by_name: {"tensor" and "pipeline": the Collectives}, without axes of one rank.
+        part: the name of this rank's part of the model, such as "tensor-0-of-2"; "" if there is one part.
         cuts: how the other parameters were cut, {name: `parallel.tensor.Cut`}: `parallel.tensor.split` sets it.
 
     Source: Megatron-LM, arXiv 1909.08053, sec. 3; the names of axes are those of its successor, arXiv 2104.04473.
     """
 
-    def __init__(self, tensor=None, pipeline=None, whole=(), deterministic=False):
-        self.tensor = tensor and Collectives(tensor, deterministic=deterministic)
-        self.pipeline = pipeline and Collectives(pipeline, deterministic=deterministic)
+    def __init__(
+        self,
+        tensor: dist.ProcessGroup | None = None,
+        pipeline: dist.ProcessGroup | None = None,
+        whole: Iterable[str] = (),
+        deterministic: bool = False,
+    ) -> None:
+        self.tensor = Collectives(tensor, deterministic=deterministic) if tensor else None
+        self.pipeline = Collectives(pipeline, deterministic=deterministic) if pipeline else None
         self.whole, self.cuts = set(whole), {}
+        named = ("tensor", self.tensor), ("pipeline", self.pipeline)
+        self.by_name = {name: comm for name, comm in named if comm is not None}
+        self.part = "-".join(f"{name}-{comm.rank}-of-{comm.size}" for name, comm in self.by_name.items())
 
-    @property
-    def by_name(self):
-        """{"tensor" and "pipeline": the Collectives}, without axes of one rank."""
-        return {name: getattr(self, name) for name in ("tensor", "pipeline") if getattr(self, name) is not None}
-
-    @property
-    def part(self):
-        """The name of this rank's part of the model, such as "tensor-0-of-2"; "" if there is one part."""
-        return "-".join(f"{name}-{comm.rank}-of-{comm.size}" for name, comm in self.by_name.items())
-
-    def cut_of(self, name):
+    def cut_of(self, name: str) -> Any:
         """How a parameter is cut, for checkpoints; None if it is whole, [] if that is not known."""
         return self.cuts.get(name, None if self.tensor is None or name in self.whole else [])
 
-    def mark(self, model):
+    def mark(self, model: nn.Module) -> None:
         """Note on each parameter whether tensor ranks hold other pieces of it, for buckets of its kind."""
         for name, parameter in model.named_parameters():
             if self.tensor is not None:
@@ -63,7 +70,7 @@ class Axes:
             elif hasattr(parameter, "cut_on_tensor_axis"):  # of an engine before
                 del parameter.cut_on_tensor_axis
 
-    def check(self, model, comm):
+    def check(self, model: nn.Module, comm: Collectives) -> None:
         """Refuse a data-parallel group, `comm`, that shares more than this rank with an axis; and unknown names."""
         names = {name for name, _ in model.named_parameters()}
         for unknown in sorted(self.whole - names):
@@ -76,7 +83,7 @@ class Axes:
             )
 
     @contextlib.contextmanager
-    def share_errors(self):
+    def share_errors(self) -> Iterator[None]:
         """If a block raises an InputError on all ranks of a data-parallel group, all ranks of all axes raise it."""
         caught = None
         try:
@@ -91,10 +98,11 @@ class Axes:
         if caught is not None:
             raise caught
 
-    def agree(self, found, comm, label="the check of the model"):
+    def agree(self, found: InputError | list[tuple], comm: Collectives, label: str = "the check of the model") -> None:
         """`check_agreement` over the data axis, and over the others of what the parts have in common."""
         with self.share_errors():
             check_agreement(found, comm, label)
+        assert isinstance(found, list)  # an error has been raised
         apart = ("parameter ", "the gradient of ", "buffer ", "keep_fp32", "model_parallel")
         whole = {f"{kind}{name!r}" for kind in apart[:2] for name in self.whole}
         options = [line for line in found if not line[0].startswith(apart)]
@@ -103,14 +111,14 @@ class Axes:
                 if axis is not None:
                     check_agreement(options + lines, axis, label)
 
-    def number_of_save(self, comm):
+    def number_of_save(self, comm: Collectives) -> int | None:
         """A number that all parts of a save share, and no other save has; None if there is one part."""
         number = random.SystemRandom().getrandbits(63) if self.by_name else None
         for axis in (comm, *self.by_name.values()) if self.by_name else ():
             number = axis.gather_objects(number, "the number of the save")[0]
         return number
 
-    def combine(self, sums, combine=torch.add):
+    def combine(self, sums: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
         """The sum over all parts of the model of a data-parallel group's sums, a scalar tensor.
 
         In the order of the tensor ranks, then of the pipeline's; what tensor ranks hold whole counts once.
@@ -118,20 +126,26 @@ class Axes:
         Args:
             sums: [1], or with a tensor axis [2]: of parameters that are whole, and of those that are cut.
             combine: adds two numbers; for the infinity norm `torch.maximum`.
+
+        Raises:
+            InputError: on every rank: those of what is whole differ between tensor ranks.
         """
         total = sums[0]
         if self.tensor is not None:
             everyones = self.tensor.everyones(sums, "the gradient norm")
-            total = everyones[0][0]
+            total, whole = everyones[0][0], everyones[:, 0].nan_to_num()
             for of_rank in everyones:
                 total = combine(total, of_rank[1])
-        if self.pipeline is not None:
-            total, *others = self.pipeline.everyones(total.view(1), "the gradient norm").view(-1)
-            for other in others:
-                total = combine(total, other)
+            total = total.masked_fill((whole != whole[0]).any(), -torch.inf)
+        totals = total.view(1) if self.pipeline is None else self.pipeline.everyones(total.view(1), "the gradient norm")
+        total, *others = totals.view(-1)
+        for other in others:
+            total = combine(total, other)
+        if self.tensor is not None and host_value((totals == -torch.inf).any(), False):
+            raise InputError(f"gradients of what tensor ranks hold whole differ; {ALIKE}")
         return total
 
-    def maximum(self, tensor, label):
+    def maximum(self, tensor: Tensor, label: str) -> Tensor:
         """The element-wise maximum of a small tensor over all parts of the model."""
         for comm in self.by_name.values():
             tensor = comm.maximum(tensor, label)

@@ -1,25 +1,22 @@
 """Every byte between ranks passes here: the collectives, exact, asynchronous and counted.
 
-A collective is plain blocking code, given to a lane that runs collectives in the order of the calls, overlapped with
-computation. On CPU the lane is one thread, on CUDA one stream. Ranks whose calls agree cannot deadlock.
+A collective is plain blocking code, given to a lane: see `lanes`. Ranks whose calls agree cannot deadlock.
 
-**Exact.** A reduction is an all-to-all, after which every rank adds the N pieces of its own shard in rank order,
-in fp32, divides once and rounds once. The result does not depend on which rank was early, nor on how parameters were
-cut into buckets. An all-reduce is that reduce-scatter followed by an all-gather: it moves the same 2(N-1)/N of the
-tensor as a ring would, and gives the same bits as the two steps of the sharded stages.
+**Exact.** With gloo, and with `deterministic`, a reduction is an all-to-all, after which every rank adds the N pieces
+of its own shard in rank order, in fp32, divides once and rounds once. The result does not depend on which rank was
+early, nor on how parameters were cut into buckets. An all-reduce is that reduce-scatter followed by an all-gather: it
+moves the same 2(N-1)/N of the tensor as a ring would, and gives the same bits as the two steps of the sharded stages.
 
 **Paths.** gloo has no reduce-scatter of its own (it runs a whole all-reduce), so the all-to-all is also the fast
 path there, and shards travel point to point. NCCL reduces in ring or tree order: fast, but another order of
 additions. `deterministic=True` takes the exact path on NCCL too.
 
-**Ranks that part.** A point-to-point message carries a tag of its collective. Without it, messages of different
-collectives could meet, and end the process or pass for the right data. So ranks that call different collectives wait
-until gloo times out, and then report what each of them waited in (`RankLost`). NCCL's watchdog ends such ranks instead.
-
-**Labels.** Each call may carry a label, a unit's name for instance: `trace` and `measure.timeline` show it.
+**Ranks that call different collectives.** A point-to-point message carries a tag of its collective. Without it,
+messages of different collectives could meet, and end the process or pass for the right data. So ranks that call
+different collectives wait until gloo times out, and then report what each of them waited in (`RankLost`). NCCL's
+watchdog ends such ranks instead.
 """
 
-import contextlib
 import pickle
 import weakref
 import zlib
@@ -28,33 +25,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from common import patches
 from common.errors import InputError
 from common.measure import timeline
 from common.measure.memory import place_of
 from common.measure.traffic import Traffic
-from common.ranks import nodes, trace
-from common.ranks.lanes import PATHS, backend_of, device_of, lane_of, let_lanes_go_first
+from common.ranks import lost, nodes, trace
+from common.ranks.lanes import PATHS, backend_of, device_of, lane_of
 
 CHUNK = 2**17  # elements that are added at a time, so that they stay in the cache
 CHUNK_ON_CUDA = 2**24  # few launches, and little memory for 16-bit pieces in fp32
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
 TAG = 0x40000000  # tags begin here: a user's own messages on the same group have smaller ones
-GRACE = 2.0  # seconds in which a peer that was waited for may report what it waits in
-CURE = "call the engine equally often on every rank, or evaluate and generate within engine.gathered()"
-PARTED_GRAPHS = (
-    "their graphs differ at the backward of that unit: each loss must depend on every forward that waits for it, reach "
-    "every checkpoint that is around several units, and what one rank reads of another module's weights, all must read"
-)
 # torch renamed these two; 2.11 knows the names on the right only.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class RankLost(RuntimeError):
-    """A rank died, fell silent or waits in another collective: the message names it, and where this rank was.
-
-    Only with gloo.
-    """
 
 
 class Collectives:
@@ -64,14 +49,15 @@ class Collectives:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
         reduce_dtype: torch.float32 has NCCL send and add 16-bit tensors in fp32, in its own order; None in their dtype.
-        whole: the Collectives that these are a part of, as `by_nodes` makes them; None for an engine's own.
-        where: a suffix of each name in the meter: " in the node", for instance.
+        parent: the Collectives that these are a part of, as `by_nodes` makes them; None for an engine's own.
+        where: a suffix of each name in `traffic`: " in the node", for instance.
 
     Attributes:
         rank, size: this process's rank in the group, and the group's size.
         ranks_per_node: how many ranks in a row share a machine. The meter uses it to count bytes that leave the node,
             as if each went straight to its rank; a ring of NCCL may send otherwise.
         backend: "nccl", "gloo" or "fake".
+        broadcast_copies: how many this rank sends in a broadcast: rank 0 N-1 with gloo; with NCCL all but the last one.
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
         receive_buffer: of all reductions, as large as the largest so far needed; lent by `scratch`.
@@ -82,28 +68,30 @@ class Collectives:
         InputError: there is no process group, or its backend is none of NCCL, gloo and torch's fake one.
     """
 
-    def __init__(self, group=None, *, deterministic=False, reduce_dtype=None, whole=None, where=""):
+    def __init__(self, group=None, *, deterministic=False, reduce_dtype=None, parent=None, where=""):
         if not dist.is_initialized():
             raise InputError(
                 'there is no process group; write torch.distributed.init_process_group("gloo"), on GPUs "nccl", before '
                 "the engine is built"
             )
         self._group = weakref.ref(group if group is not None else dist.group.WORLD)
-        self.owner, self.where = "" if whole is None else whole.owner, where
+        self.owner, self.where = "" if parent is None else parent.owner, where
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.backend = backend = backend_of(self.group)
         self.device = device_of(backend)
         self.point_to_point = PATHS[backend] == "gloo"
+        others = self.size - 1
+        self.broadcast_copies = others * (self.rank == 0) if self.point_to_point else int(self.rank < others)
         # One rank adds nothing, and sends nothing: it copies, if anything.
         self.ordered, self._reduce_dtype = self.point_to_point or deterministic or self.size == 1, reduce_dtype
         self.simulated = backend == "fake"
         self.ranks_per_node = nodes.ranks_per_node(self.group)
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
-        self.lane = lane_of(self.group, backend) if whole is None else whole.lane
-        self.traffic = Traffic() if whole is None else whole.traffic
+        self.lane = lane_of(self.group, backend) if parent is None else parent.lane
+        self.traffic = Traffic() if parent is None else parent.traffic
         self.receive_buffer, self._running, self._tag = None, "", TAG  # the last two: of what runs on the lane
         if backend == "gloo":
-            let_lanes_go_first()
+            patches.let_lanes_go_first()
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
     @property
@@ -114,13 +102,13 @@ class Collectives:
         return group
 
     def __deepcopy__(self, memo):
-        return self  # in a copy of a model that is split
+        return self  # shared by copies of a model that `parallel.tensor` has split
 
     def by_nodes(self):
         """The Collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
         groups, places = nodes.groups_of(self, self.ranks_per_node), (nodes.IN_NODE, nodes.ACROSS_NODES)
         inside, across = (
-            Collectives(group, deterministic=self.ordered, reduce_dtype=self._reduce_dtype, whole=self, where=where)
+            Collectives(group, deterministic=self.ordered, reduce_dtype=self._reduce_dtype, parent=self, where=where)
             for group, where in zip(groups, places, strict=True)
         )
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
@@ -174,11 +162,10 @@ class Collectives:
         self.traffic.record("gather" + self.where, 0 if here else shard.nbytes, shard.nbytes if leaves else 0)
 
         def work():
+            parts = list(tensor.view(self.size, -1)) if here else None
             if not self.point_to_point:
-                parts = list(tensor.view(self.size, -1)) if here else None
                 dist.gather(shard, parts, group_dst=target, group=self.group)
             elif here:
-                parts = tensor.view(self.size, -1)
                 parts[target].copy_(shard)
                 self._transfer({peer: parts[peer] for peer in self._others()}, {})
             else:
@@ -198,22 +185,19 @@ class Collectives:
 
         return self._submit("all_to_all", tensor, label, work, tensor, received)
 
-    def broadcast(self, tensor, source=0, label="", after=None):
-        """Give every rank the `tensor` of rank `source`. Sends `broadcast_copies(source)` of it.
-
-        It begins when `after`, the Handle of the work that makes the tensor, is done.
-        """
-        self._count("broadcast", self.broadcast_copies(source) * tensor.nbytes)
+    def broadcast(self, tensor, label=""):
+        """Give every rank the `tensor` of rank 0. Sends `broadcast_copies` of it."""
+        self._count("broadcast", self.broadcast_copies * tensor.nbytes)
 
         def work():
             if not self.point_to_point:
-                dist.broadcast(tensor, group_src=source, group=self.group)
-            elif self.rank == source:
+                dist.broadcast(tensor, group_src=0, group=self.group)
+            elif self.rank == 0:
                 self._transfer({}, dict.fromkeys(self._others(), tensor))
             else:
-                self._transfer({source: tensor}, {})
+                self._transfer({0: tensor}, {})
 
-        return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor, after=after)
+        return self._submit("broadcast from rank 0", tensor, label, work, tensor)
 
     def everyones(self, tensor, label=""):
         """Return every rank's `tensor` [n], a flag or a shard, as one [N, n]. Sends N-1 copies, as an all-gather."""
@@ -224,15 +208,6 @@ class Collectives:
     def maximum(self, tensor, label=""):
         """Return the element-wise maximum over ranks of a small tensor; NaN if any rank has one."""
         return self.everyones(tensor, label).amax(dim=0)
-
-    def broadcast_copies(self, source=0):
-        """How many copies this rank sends in a broadcast from `source`.
-
-        With gloo the source sends N-1. With NCCL each rank but the last of a ring sends one.
-        """
-        if self.point_to_point:
-            return self.size - 1 if self.rank == source else 0
-        return int((self.rank - source) % self.size < self.size - 1)
 
     @torch.inference_mode(False)  # the lane cannot write tensors made in inference mode
     def gather_objects(self, value, label="objects"):
@@ -293,7 +268,7 @@ class Collectives:
         return tensor.numel() // self.size * (self.size - 1) * (dtype or tensor.dtype).itemsize
 
     def _receive_buffer(self, tensor):
-        """The receive buffer of a reduction: point to point for the first piece of a segment alone; see `_collect`.
+        """The receive buffer of a reduction; point to point it has room for one piece of a segment, see `_collect`.
 
         One buffer is enough, as the lane runs one collective at a time.
         """
@@ -317,7 +292,7 @@ class Collectives:
     def _reduce_in_nccls_order(self, tensor, result, divisor):
         """Average by NCCL, which multiplies every piece by 1/N before it adds: exact if N is a power of two.
 
-        For any other divisor, sum and divide once: fp16 before the sum, which could overflow, others after it.
+        For any other divisor, it is a sum and a division: first the division in fp16, where a sum could overflow.
         """
         dtype = self.reduced_in(tensor.dtype)
         source = tensor.to(dtype)  # the tensor itself if it has that dtype
@@ -351,11 +326,11 @@ class Collectives:
         pieces, receives, place = {self.rank: parts[self.rank]}, [], received[: parts.shape[1]]
         sends = {peer: self._send(parts[peer], peer) for peer in self._others()}
         for peer, send in sends.items():
-            source = (2 * self.rank - peer) % self.size  # as far before this rank as the peer is after it
+            source = (2 * self.rank - peer) % self.size  # in round k send to rank + k, and receive from rank - k
             pieces[source] = place
             receives.append((source, self._receive(place, source)))
             self._with(peer, send.wait)
-            place = parts[peer]
+            place = parts[peer]  # it is sent, so the next piece may arrive there
         for source, receive in receives:
             self._with(source, receive.wait)
         return [pieces[rank] for rank in range(self.size)]
@@ -397,37 +372,18 @@ class Collectives:
         """Make a call that another rank takes part in.
 
         Raises:
-            RankLost: the call failed. A rank that loses another ends soon and is lost to others: all name the first.
+            RankLost: the call failed; see `lost.told`.
         """
         try:
             return call(*args)
         except RuntimeError as error:
-            rank, partner = dist.get_rank(), dist.get_global_rank(self.group, peer)
-            here, in_vain, store, theirs = self._running, "Timed out" in str(error), self.group.get_group_store(), None
-            gone = f"rank {partner} gave no answer in time" if in_vain else f"rank {partner} was lost"
-            with contextlib.suppress(dist.DistError):  # the store may be gone as well
-                if in_vain:
-                    store.set(f"waits/{rank}", here)
-                # A rank that times out closes its connections first, and reports what it waited in a moment later.
-                said, within = [f"waits/{partner}"], GRACE if in_vain else GRACE / 4
-                trace.comes_true(lambda: store.check(said) or store.check(["gone"]), within)
-                if store.check(said):
-                    theirs = store.get(*said).decode()
-                    store.set(f"waits/{rank}", here)
-                else:
-                    gone = store.compare_set("gone", "", gone).decode()
-            if theirs is not None:
-                apart = f"rank {rank} waits for rank {partner} in {here}, and rank {partner} waits in {theirs}"
-                cure = PARTED_GRAPHS if all("(backward, " in place for place in (here, theirs)) else CURE
-                raise RankLost(f"the ranks part: {apart}; {cure}") from error
-            alone = f"; {CURE}" if in_vain else ""
-            raise RankLost(f"{gone}: rank {rank} was in {here} with rank {partner}{alone}") from error
+            raise lost.told(error, self.group, peer, self._running) from error
 
 
 def mean_in_rank_order(pieces, mean, divisor):
     """Write the sum of two or more pieces over `divisor` into `mean`: added in order in fp32, divided and rounded once.
 
-    Overwrites fp32 pieces. `mean` may be one of them.
+    Overwrites the first piece in fp32. `mean` may be one of them.
     """
     chunk = CHUNK if mean.is_cpu else CHUNK_ON_CUDA
     for result, first, *others, last in zip(*(tensor.split(chunk) for tensor in (mean, *pieces)), strict=True):

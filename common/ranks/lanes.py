@@ -1,7 +1,7 @@
 """Lanes run collectives in the order of the calls, overlapped with computation: a thread on CPU, a stream on CUDA.
 
-Copies between a device and its host have a lane of their own, and so have the steps of the host. `submit` takes the
-work and the buffers that it uses until it is done.
+Copies between a device and its host have a lane of their own, the bus, and so have optimizer steps on the host.
+`submit` takes the work and the buffers that it uses until it is done.
 
 All users of a process group share one lane of each kind. A lane holds the group only while its work runs: a group that
 is left over when Python ends aborts the process. A thread that is still in a collective aborts it too, so a program
@@ -9,8 +9,6 @@ waits a little for its threads when it ends.
 """
 
 import atexit
-import glob
-import os
 import queue
 import threading
 import time
@@ -25,7 +23,8 @@ from common.measure import timeline
 from common.ranks import trace
 from common.tensors import stream_number
 
-APART = ("host", "saving")  # lanes that need no peer: threads even with a GPU, or with one CPU rank
+# Lanes of the host's own work, which go on after an error: threads even with a GPU, or one CPU rank.
+APART = ("host", "saving")
 CPU = torch.device("cpu")
 AT_EXIT = 10.0  # seconds that a program waits for its collectives when it ends
 
@@ -80,7 +79,7 @@ class ThreadLane:
 
     def submit(self, work, *buffers):
         under_way, errors = threading.Lock(), []
-        under_way.acquire()  # an Event takes ten times as long to make and to wait for
+        under_way.acquire()  # held until the work is done; an Event takes ten times as long to make and to wait for
 
         def wait(buffers, within=-1):
             if under_way.acquire(timeout=within):
@@ -117,7 +116,7 @@ class ThreadLane:
 
 
 class StreamLane:
-    """The lane on CUDA: a stream, which waits for the streams whose results it reads. `wait` makes the caller's wait.
+    """The lane on CUDA: a stream, which waits for the streams whose results it reads; `wait` makes the caller's wait.
 
     The handle holds the buffers until then, so the allocator reuses none of them while the lane uses them. Later it
     reuses a buffer in the order of the stream that allocated it. If another stream waited, that one may still read:
@@ -163,7 +162,7 @@ class StreamLane:
                 self._callers[id(caller)] = caller
 
     def _current(self):
-        """The caller's stream on this GPU: torch makes an object of it, in ten calls, made once for each stream."""
+        """The caller's stream on this GPU: kept, as torch makes a new object in ten calls."""
         number = stream_number(self._device)
         if number not in self._known:
             self._known[number] = torch.cuda.current_stream(self._device)
@@ -232,19 +231,6 @@ def lane_of(group, backend, name="collectives"):
     return lanes[name]
 
 
-def let_lanes_go_first():
-    """Have the gloo threads of all groups give way to lanes.
-
-    gloo's thread spins on the lock of a connection, which the lane holds while it sends. Without a spare core the
-    kernel may preempt the lane for that thread, which then spins for its whole time slice, 3 ms, on a lock whose holder
-    waits for the core. A batch thread does not preempt the lane.
-    """
-    for name in glob.glob("/proc/self/task/*/comm"):  # Linux only
-        with suppress(OSError), open(name) as thread:  # the thread may have ended meanwhile
-            if thread.read() == "gloo_tcp_loop\n":
-                os.sched_setscheduler(int(name.split("/")[4]), os.SCHED_BATCH, os.sched_param(0))
-
-
 def _all_lanes():
     return [lane for lanes in list(_lanes.values()) for lane in lanes.values()]
 
@@ -252,8 +238,8 @@ def _all_lanes():
 def finish():
     """Wait until every lane has done its work, so that no rank leaves while another still receives.
 
-    A rank calls it last of all: a traced rank then tells the others that it leaves. It raises the error of a collective
-    that was not waited for.
+    A rank calls it last of all: a traced rank then tells the others that it leaves. It raises the error that
+    stopped a lane.
     """
     for lane in _all_lanes():
         lane.finish()
@@ -265,5 +251,5 @@ def _finish_threads():
     deadline = time.monotonic() + AT_EXIT
     for lane in _all_lanes():
         if isinstance(lane, ThreadLane):
-            with suppress(Exception):  # an error is that of the program that ends
+            with suppress(Exception):  # the program ends with an error of its own, or without any
                 lane.finish(max(0.0, deadline - time.monotonic()))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import InputError
+from common.ranks.agreement import check_agreement
 from common.ranks.sockets import small_send_buffers
 
 IN_NODE, ACROSS_NODES = " in the node", " across nodes"  # suffixes of their collectives' names in the meter
@@ -41,6 +42,14 @@ def check_ranks_per_node(count, size):
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 1 or size % count:
         raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of that size")
     return count
+
+
+def check_even(comm, given):
+    """Refuse nodes on which torchrun has started unequal numbers of ranks, unless a number is given. A collective."""
+    if given is not None:
+        return
+    local, how = os.environ.get("LOCAL_WORLD_SIZE", "unknown"), "start as many on each, or give ranks_per_node="
+    check_agreement([("the number of ranks on a node", local, how)], comm, "the check of nodes")
 
 
 def groups_of(comm, per_node):

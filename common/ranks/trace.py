@@ -65,14 +65,14 @@ class Tracer:
         """`work` for the lane, with the agreement before it."""
 
         def run():
-            self._agree(collective, nbytes, label, phase)
+            self._meet(collective, nbytes, label, phase)
             self._state = "running"
             work()
             self._state = "done"
 
         return run
 
-    def _agree(self, collective, nbytes, label, phase):
+    def _meet(self, collective, nbytes, label, phase):
         self.number += 1
         call, of = [collective, nbytes, label], f" of {label}" if label else ""
         self._recent.append(f"{collective}{of} ({phase}, #{self.number}, {nbytes:,} bytes)")

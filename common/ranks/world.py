@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class RankFailed(RuntimeError):
 
 
 def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, forward_signals=False, timeout=600.0):
-    """Run `function(world, *args)` on every rank and return rank 0's result.
+    """Run `function(world, *args)` on every rank and return rank 0's result; under torchrun None on the other ranks.
 
     Args:
         function: importable by name, as its arguments are, because local ranks are processes of their own.
@@ -62,9 +62,6 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, for
         ranks_per_node: pretend that so many ranks in a row share a machine; None for the truth.
         forward_signals: forward the first SIGTERM or Ctrl-C to the ranks, as SIGTERM, so that they end by themselves.
         timeout: seconds without an answer in a collective, after which a rank gives up.
-
-    Returns:
-        Rank 0's result; under torchrun None on the other ranks.
 
     Raises:
         InputError: the number of ranks does not fit the machine, a rank raised one, or srun started several of these.
@@ -90,7 +87,8 @@ def _handing_on(local):
 
         def forward_signals(number, frame):
             as_before.close()
-            local.terminate()
+            for process in local._processes:
+                process.terminate()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             as_before.callback(signal.signal, number, signal.signal(number, forward_signals))
@@ -239,13 +237,7 @@ class LocalWorld(contextlib.AbstractContextManager):
 
     @property
     def alive(self):
-        """Whether the ranks still run."""
         return bool(self._pipes)
-
-    def terminate(self):
-        """Send SIGTERM to all ranks. Their calls go on unless the signal ends them."""
-        for process in self._processes:
-            process.terminate()
 
     def close(self, *, kill=False):
         """End the ranks: at once if `kill`, else when they have left their group."""
@@ -278,12 +270,15 @@ def _start_fork_server():
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         descriptor = os.open(folder, os.O_DIRECTORY)
         config["tempdir"] = f"/proc/self/fd/{descriptor}"
+        resource_tracker.ensure_running()  # which ends a mask of signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Ctrl-C is this process's, not the server's
         try:
             server.ensure_running()
             address = server._forkserver_address
             if os.path.dirname(address) == config["tempdir"]:  # it did not run before
                 server._forkserver_address = f"/proc/self/fd/{os.open(address, os.O_PATH)}"
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             config["tempdir"] = before
             os.close(descriptor)
 
@@ -356,9 +351,8 @@ def check_size(size, oversubscribe, option="--nproc"):
     if size < 1:
         raise InputError(f"{option} {size}: at least one rank is needed")
     if size > available and not oversubscribe:
-        plural = "" if available == 1 else "s"
         raise InputError(
-            f"{option} {size}: this machine has {available} {kind}{plural}; "
+            f"{option} {size}: this machine has {available} {kind}{'s' * (available != 1)}; "
             f"choose at most {available}, or add --oversubscribe to let ranks share them"
         )
 

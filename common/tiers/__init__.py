@@ -1,1 +1,1 @@
-"""Where states are kept, on the device, the host or a disk, and how they move between these tiers."""
+"""Memory that tensors may lie in, the device and the host, and how they move between these tiers."""

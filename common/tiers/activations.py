@@ -125,7 +125,6 @@ class HostActivations(saved_tensors_hooks):
 
     @property
     def tensors(self):
-        """The buffers on the host."""
         return list(self._user_of)
 
 

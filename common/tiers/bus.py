@@ -1,7 +1,6 @@
 """The bus: copies from the device down to another tier and up again, overlapped with computation and counted.
 
-On CUDA a stream of its own copies between the GPU and pinned memory; with several CPU ranks a thread does; a single CPU
-rank copies at once. Copies run in call order, so none overtakes another that uses the same buffer.
+Its lane runs copies in the order of the calls, so none overtakes another that uses the same buffer.
 """
 
 import torch

@@ -34,11 +34,11 @@ class Device:
     Attributes:
         lane: the lane that steps the tier's optimizer shards: here the caller.
         on_host: whether copies to and from this tier cross the bus.
-        pins: whether `empty` returns pinned memory.
+        pinned: whether `empty` returns pinned memory.
     """
 
     name = "device"
-    on_host = pins = False
+    on_host = pinned = False
 
     def __init__(self, comm, *, delayed=False):
         self._comm, self.delayed, self.lane = comm, delayed, InlineLane()
@@ -49,7 +49,7 @@ class Device:
 
     def takes(self, nbytes):
         """The bytes that `empty` allocates for a tensor of `nbytes`."""
-        return taken(nbytes) if self.pins else nbytes
+        return taken(nbytes) if self.pinned else nbytes
 
     def empty_like(self, tensor, dtype=None):
         """An uninitialized tensor of a flat one's length."""
@@ -79,31 +79,29 @@ class Host(Device):
 
     def __init__(self, comm, *, delayed=False):
         super().__init__(comm, delayed=delayed)
-        self.scratch_buffer, self.pins = None, comm.device.type == "cuda"
+        self.scratch_buffer, self.pinned = None, comm.device.type == "cuda"
         self.lane = lane_of(comm.group, comm.backend, "host")
 
     def empty(self, numel, dtype):
         """See `Device.empty`. Raises InputError if the system refuses the memory."""
         if self._comm.simulated:
             return torch.empty(numel, dtype=dtype, device="cpu")
-        if self.pins:
+        if self.pinned:
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
         return shared(numel, dtype)
 
     def scratch(self, numel, dtype):
-        """See `Device.scratch`."""
         nbytes = numel * dtype.itemsize
         if self.scratch_buffer is None or self.scratch_buffer.nbytes < nbytes:
             self.scratch_buffer = self.empty(nbytes, torch.uint8)
         return self.scratch_buffer[:nbytes].view(dtype)
 
     def buffers(self):
-        """The tier's scratch buffers."""
         return [] if self.scratch_buffer is None else [self.scratch_buffer]
 
     def adopt(self, states):
         """Move states that an optimizer made in private memory, {name: state}, into shared mappings."""
-        if self._comm.simulated or self.pins:  # any CPU memory is off the device
+        if self._comm.simulated or self.pinned:  # any CPU memory is off the device
             return
         for name, value in states.items():
             if torch.is_tensor(value) and value.dim() and value.untyped_storage().resizable():  # a mapping is not
@@ -123,7 +121,7 @@ class InMemory:
         """The part itself, and a Handle after which it may be used."""
         return self.tensor[part], HERE
 
-    def put_back(self, part, after=None):
+    def put_back(self, part):
         """A no-op: the part was changed in place."""
 
     def drop(self, part, after=None):

@@ -35,7 +35,7 @@ const CHECKS = [
 ];
 const USUAL = {
   model: "", params: 7.5e9, gpu: "v100-32g", world_size: 64, per_node: 16, batch: 1, seq: 2048, tensor: 1, pipeline: 1,
-  accumulate: 1, precision: "bf16", checkpoints: true, offload_activations: false, fused_loss: false,
+  accumulate: 1, precision: "fp16", checkpoints: true, offload_activations: false, fused_loss: false,
   sequence_parallel: false, way: 0, ...Object.fromEntries(PLAN.switches.map((name) => [name, true])),
 };
 let setting = { ...USUAL };
@@ -94,9 +94,9 @@ const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(({ engine, sai
   const { model, gpu, world_size } = run;
   const way = PLAN.ways.findLastIndex((one) => one.engine === engine); // Infinity's with its disk
   const { sequence: seq } = PLAN.shapes[model];
-  const per_node = PLAN.gpus[gpu].ranks_per_node;
+  const { ranks_per_node: per_node, bfloat16 } = PLAN.gpus[gpu];
   const label = `${model} on ${world_size} × ${PLAN.gpus[gpu].name.match(/[A-Z]\d{3}/)}`;
-  return [label, { ...USUAL, ...run, seq, way, per_node }];
+  return [label, { ...USUAL, precision: bfloat16 ? "bf16" : "fp16", ...run, seq, way, per_node }];
 }));
 RUNS["ZeRO's figure 1: 7.5 B on 64 × V100"] = USUAL;
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from common.engine.mixed_precision import DTYPES
 from course.lessons.page import step
 from course.lessons.sources import Source
-from course.lessons.templates import PARTS, inline, render
+from course.lessons.templates import render
 from lab.figures.style import DISK_COLOR, HOST_COLOR
 from lab.plan import __main__ as plan
 from lab.plan import formulas, shapes
@@ -23,18 +23,10 @@ def explorer(recorded, about):
     steps["most"] = {
         key: max(event.bytes[key] for one in recorded.values() for event in one["events"]) for key in ("sent", "held")
     }
-    body = (HERE / "body.html").read_text()
-    for place, text in {
-        "legend": PARTS.states(),
-        "steppers": "\n".join(PARTS.stepper(name, source.label) for name, source in sources.items()),
-        "about": inline(about),
-        "plan": PARTS.data("plan", constants()),
-        "steps": PARTS.data("recorded", steps),
-    }.items():
-        body = body.replace(f"<!-- {place} -->", text)
     style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "explorer.css").read_text()
     scripts = "\n".join((HERE / name).read_text() for name in ("formulas.js", "explorer.js"))
-    return render("document.html", title=TITLE, body=body, style=style, script=scripts)
+    look = {"title": TITLE, "about": about, "style": style, "script": scripts}
+    return render("explorer/body.html", sources=sources, plan=constants(), steps=steps, **look)
 
 
 def constants():

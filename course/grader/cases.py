@@ -71,6 +71,7 @@ class Case:
     beside: str = ""  # the phase, or "all", in which collectives in flight during computation are noted
     elsewhere: bool = False  # tensors that are made without a device have no memory
     written: bool = False  # freed weights are written to
+    pinned: bool = False  # the loss reads weights under `gathered()`, in which forward and backward run as well
     foreign: bool = False  # a backward other than the engine's produces gradients
     rounded: bool = False  # no training, but numbers that are quantized and come back
     off: str = "differs"  # the idea if weights are off, and their values tell nothing more

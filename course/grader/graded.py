@@ -12,7 +12,7 @@ from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 from course.exercises import ALL
 from course.grader.cases import CASES
-from course.grader.grading import Finding, Reference, cases_of, grade
+from course.grader.grading import FOUND, OF_THE_FILE, Finding, Reference, cases_of, grade
 from course.grader.promises import PROMISES, reference_of
 from course.parts import OPEN, alone, methods_of, own_parts
 
@@ -33,8 +33,8 @@ def graded(file, stage, part=None):
         {"file", "stage", "part": its method or None, "passed", "points", "of", "promises": [{"promise", "holds": True,
         False or None for not tried}], "finding": the first, of the smallest case, "parts": [{"part": its method,
         "points", "of", "finding": the first with the other parts from the engine}], "printed": what the submission
-        printed last}. A finding is None, or {"idea", "promise", "where", "model", "hints"}. A tree without the engine
-        has no "parts", and no points.
+        printed last}. A finding is None, or {"idea", "promise", "where", "model": the case in words, "" if it is about
+        the file itself, "hints"}. A tree without the engine has no "parts", and no points.
 
     Raises:
         InputError: nothing could be graded, which is not the submission's fault.
@@ -44,19 +44,23 @@ def graded(file, stage, part=None):
     try:
         compile(file.read_text(encoding="utf-8"), str(file), "exec")
     except (SyntaxError, ValueError) as error:
-        results, printed = {cases[0]: Finding("syntax", _where_reading_stopped(error))}, ""
-        alone_found = dict.fromkeys(asked, first(results.items()))
+        results, printed = [(cases[0], Finding("syntax", _where_reading_stopped(error)))], ""
+        alone_found = dict.fromkeys(asked, first(results))
     else:
         # Traced ranks agree on each collective before it begins, and report where they part.
         with mock.patch.dict(os.environ, ZERO_TRACE="1"), tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             with contextlib.closing(Worlds(log)) as worlds:
                 attempt = Attempt(worlds.run, exercise, file, reference_of(worlds.run, stage), folder)
-                results = dict(attempt.grade(*asked))
+                results = list(attempt.grade(*asked))
                 printed = _printed(log)
-                found = first(results.items())
+                found = first(results)
                 alone_found = attempt.parts(*found) if part is None else {part: found}
-    holds = {name: results[name] is None if name in results else None for name in cases}
+    broken = {finding.shared or name for name, finding in results if finding}  # True stands for bytes
+    tried = {name for name, _ in results}
+    holds = {CASES[name].promise: name not in broken if name in tried else None for name in cases}
+    compared = any(CASES[name].steps for name in tried - broken)
+    holds[FOUND["bytes"]] = False if True in broken else compared or None
     parts = [
         {
             "part": one.method,
@@ -73,8 +77,8 @@ def graded(file, stage, part=None):
         "passed": all(holds.values()),
         "points": sum(one["points"] for one in parts),
         "of": sum(one["of"] for one in parts),
-        "promises": [{"promise": CASES[name].promise, "holds": holds[name]} for name in cases],
-        "finding": _told(stage, *first(results.items())),
+        "promises": [{"promise": promise, "holds": held} for promise, held in holds.items()],
+        "finding": _told(stage, *first(results)),
         "parts": parts,
         "printed": printed,
     }
@@ -139,9 +143,9 @@ def _told(stage, name, finding):
     """A finding in the report."""
     return finding and {
         "idea": finding.idea,
-        "promise": CASES[name].promise,
+        "promise": FOUND["bytes"] if finding.shared else CASES[name].promise,
         "where": finding.where,
-        "model": _model(CASES[name]),
+        "model": "" if finding.idea.startswith(OF_THE_FILE) else _model(CASES[name]),
         "hints": hints_of(finding.idea, stage),
     }
 
@@ -182,11 +186,14 @@ def _where_reading_stopped(error):
     return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
 
 
-def hints_of(idea, exercise=""):
+def hints_of(idea, key):
     """The three hints of an idea; an exercise, by its key, may have its own."""
-    if idea in HINTS.get(exercise, ()):
-        return HINTS[exercise][idea]
-    return HINTS["open"][idea.removeprefix("open ")] if idea.startswith("open ") else HINTS["mistakes"][idea]
+    if idea.startswith("open ") and idea not in HINTS.get(key, ()):
+        hints = HINTS["open"][idea.removeprefix("open ")]
+    else:
+        hints = {**HINTS["mistakes"], **HINTS.get(key, {})}[idea]
+    name = next(exercise.path.stem for exercise in ALL if exercise.key == key)
+    return [hint.replace("{exercise}", name) for hint in hints]
 
 
 def _model(case):

@@ -27,7 +27,7 @@ HANGS = 2  # after so many cases without an answer the others are not tried
 FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # what is compared, and said
 
 # Findings about the file itself, which every case would show.
-OF_THE_FILE = ("import", "solution", "past the meter", "open ")
+OF_THE_FILE = ("syntax", "import", "solution", "past the meter", "open ")
 
 ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not named after their engine's package
 
@@ -98,25 +98,25 @@ def grade(run, where, stage, reference=None, given=()):
         given: names of methods in the file that are the engine's: a message names no line of theirs as the student's.
 
     Yields:
-        (name of the case, None or a Finding). It ends with a finding about the file and not about a case, with a wrong
-        quantizer, since no training with it can be judged, or when ranks hang again.
+        (name of the case, None or a Finding); for a case with a second one, in bytes, once more. It ends with a finding
+        about the file and not about a case, with a wrong quantizer, since no training with it can be judged, or when
+        ranks hang again.
 
     Raises:
         InputError: the stage's own engine cannot be trained here.
     """
     reference, hangs = reference or Reference(run, stage), 0
     for name in cases_of(stage):
-        finding = tried(run, where, name, reference, given, patient=not hangs)
-        yield name, finding
-        if finding is None:
-            continue
-        hangs += finding.idea in ("hang", "endless")
-        if finding.idea.startswith(OF_THE_FILE) or CASES[name].rounded or hangs == HANGS:
+        findings = tried(run, where, name, reference, given, patient=not hangs)
+        yield from ((name, finding) for finding in findings or [None])
+        ideas = {finding.idea for finding in findings}
+        hangs += not ideas.isdisjoint(("hang", "endless"))
+        if any(i.startswith(OF_THE_FILE) for i in ideas) or (ideas and CASES[name].rounded) or hangs == HANGS:
             return
 
 
 def tried(run, where, name, reference, given, patient):
-    """None or a Finding of one case.
+    """The Findings of one case, [] if all holds.
 
     If `patient`, a case without an answer is tried once more, by the stage's time then: the machine may have become
     busy.
@@ -127,32 +127,43 @@ def tried(run, where, name, reference, given, patient):
             expected = reference.expected(name, again)
             limit = math.ceil(max(FLOOR, TIMES * expected.seconds))
             found = run(case.ranks, observe, where, name, PATIENCE * limit, timeout=limit)
-            return difference(name, found, expected.seen, expected.own)
+            return list(differences(name, found, expected.seen, expected.own))
         except RankFailed as failure:
             finding = raised(name, str(failure), where, given)
             if not gave_no_answer(str(failure)):
-                return finding
-    return finding
+                break
+    return [finding]
 
 
-def difference(name, found, expected, own):
-    """The first difference in a case, in the order of a training: a Finding, or None.
+def differences(name, found, expected, own):
+    """The first difference in a case and the first in bytes, in the order of a training: a generator of Findings.
 
     From what `observe` returned of the submission and of the stage, in rank order, and what `alone` returned.
     """
-    case = CASES[name]
+    case, broken = CASES[name], set()
     if case.rounded:
-        return rounded(case, found[0]["rounded"])
+        yield from filter(None, [rounded(case, found[0]["rounded"])])
+        return
     if case.steps and (finding := weights(name, found, expected, own)):
-        return finding
+        broken.add(False)
+        yield finding
     for look, about in FOUND["looks"].items():
-        for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-            given, meant = _paths(one.get(look, {})), _paths(other.get(look, {}))
-            for path in sorted(given.keys() | meant.keys()) if look == "sent" else meant:
-                many, few = given.get(path, 0), meant.get(path, 0)
-                if many != few and (look != "peaks" or many > few):
-                    told = about["said"].format(*path, rank=rank, ranks=case.ranks, given=many, meant=few)
-                    return Finding(_idea(name, look, path, many, few), told)
+        finding = None if about.get("shared", False) in broken else _differs(name, look, found, expected)
+        if finding:
+            broken.add(finding.shared)
+            yield finding
+
+
+def _differs(name, look, found, expected):
+    """The first difference in what is looked at: a Finding, or None."""
+    about = FOUND["looks"][look]
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        given, meant = _paths(one.get(look, {})), _paths(other.get(look, {}))
+        for path in sorted(given.keys() | meant.keys()) if look == "sent" else meant:
+            many, few = given.get(path, 0), meant.get(path, 0)
+            if many != few and (look != "peaks" or many > few):
+                told = about["said"].format(*path, rank=rank, ranks=CASES[name].ranks, given=many, meant=few)
+                return Finding(_idea(name, look, path, many, few), told, about.get("shared", False))
     return None
 
 
@@ -183,7 +194,9 @@ def _idea_of_sent(name, collective, many, few):
         return "16-bit"  # all was well in fp32
     if collective == "all_reduce":
         return "half of an all-reduce"
-    return "sent twice" if collective == "reduce_scatter" else "sent too much"
+    if collective == "reduce_scatter":
+        return "reduced while pinned" if CASES[name].pinned else "sent twice"
+    return "sent too much"
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------------
@@ -321,8 +334,9 @@ def _idea_of_a_step(ours, stages, start, mine, own):
 
 
 def _halved(ours, stages, start):
-    """Whether a step went half as far as it should, except for rounding to 4 bits."""
-    went, should = ((side[0] - start).double() for side in (ours, stages))
+    """Whether a step went half as far as it should where it is off, except for rounding to 4 bits."""
+    off = ours[0] != stages[0]  # what is sent unquantized is right
+    went, should = ((side[0] - start)[off].double() for side in (ours, stages))
     return float((went - should / 2).norm()) < 0.2 * float(went.norm())
 
 

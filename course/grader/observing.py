@@ -93,11 +93,11 @@ def _trained(world, make, case, lane):
         if watched:
             seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
         if case.written:
-            with torch._C.DisableTorchFunctionSubclass():  # else freed weights refuse reads and writes
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else freed weights refuse reads and writes
                 when = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
                 seen["nan"][when] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
                 for parameter in model.parameters():
-                    parameter.data.fill_(5.0)
+                    parameter.fill_(5.0)
         else:
             seen["weights"].append(weights(engine))
     if case.beside:
@@ -206,7 +206,9 @@ def make_tensors_elsewhere(engine):
 def train_step(engine, world, case, step):
     for backward in range(case.backwards):
         inputs = batch(world.rank, step, backward).to(world.device)
-        engine.backward(engine(inputs).float().square().mean())
+        with engine.gathered() if case.pinned else contextlib.nullcontext():
+            read = sum(weight.square().sum() for weight in engine._module.parameters()) if case.pinned else 0.0
+            engine.backward(engine(inputs).float().square().mean() + read)
     return engine.step().norm
 
 

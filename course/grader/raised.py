@@ -19,6 +19,7 @@ class Finding:
 
     idea: str  # a key of hints.toml
     where: str  # the smallest case that shows it, in sentences
+    shared: bool = False  # it breaks the promise about bytes, which all cases share, and not its case's own
 
 
 def gave_no_answer(said):

@@ -1,18 +1,7 @@
 """What an engine does in one step, event by event, recorded on one rank of a real world.
 
 A `Recorder` works like a profiler: Python calls it whenever a function begins or returns, and it knows those of the
-engine, its collectives, its buckets and its tiers. The engines know nothing of it. An event is one of these:
-
-    forward, backward    parts of the model compute
-    pack                 gradients move into a bucket
-    all_reduce, reduce_scatter, all_gather, all_to_all    a collective begins; of nodes " in the node", " across nodes"
-    down, up             a copy over the bus begins
-    read, write          the disk begins to read or to write
-    arrive               the engine has waited for what was in flight, and goes on with its result
-    host_step            the host is handed a bucket to step
-    stepped              the optimizer steps a bucket, or this rank's shard of it; or the host has stepped it
-    agree                ranks tell each other whether their disks have failed
-    change               a method allocated or freed memory
+engine, its collectives, its buckets and its tiers. The engines know nothing of it. Kinds: course/README.md.
 
 Each event has what this rank holds then. A collective or a copy runs on a lane of its own and may end at any time; its
 buffers count as held until the engine waits for it, so that all ranks record the same. For the same reason the moves of
@@ -35,9 +24,9 @@ from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane
 from common.tensors import length
 from common.tiers.bus import Bus
-from common.tiers.disk import Disk, OnDisk
-from common.tiers.swap import padded
 from course.lessons.held import NEW, UNDER_WAY, Held
+from offload.disk import Disk, OnDisk
+from offload.swap import padded
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MERGED = ("forward", "backward", "pack", "read", "write")  # several of these in a row are one event
@@ -49,7 +38,7 @@ NOT_OF_A_STEP = {"__init__", "partition", "make_units", "owned", "sends", "place
 class Event:
     """A moment of a step."""
 
-    kind: str  # see above
+    kind: str  # see course/README.md
     phase: str  # forward, backward or step; "before" for what is held between steps
     about: str | None = None  # the bucket's name; None for no bucket, or for several
     # The parts that compute, the parameters whose gradients are packed, what has arrived, the states that are read or

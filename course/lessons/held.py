@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 
 from common.measure.memory import HOST, storage_bytes
-from common.tiers.disk import OnDisk
+from offload.disk import OnDisk
 
 # What a rank has of a shard of parameters, gradients or optimizer states.
 ABSENT, ROOM, OWN, UNDER_WAY, HERE, NEW, ROUNDED, STALE = ".rothnqs"
@@ -142,7 +142,7 @@ class Held:
 
     def _rounds(self, bucket):
         """Whether its parameters are gathered rounded; a gather to look at them, and not to compute, does not round."""
-        return getattr(self.engine, "quantize_weights", False) and bucket.kind.dtype == self.engine.dtype
+        return getattr(self.engine, "quantize_weights", False) and bucket.kind.block > 1
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 

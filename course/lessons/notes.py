@@ -57,8 +57,8 @@ def _foreseen(name, before, after):
         if (name, state) == ("partition", "optimizer"):
             continue  # it allocates parameters and gradients; the optimizer makes its own states
         less = then["model_state_bytes"][state] - now["model_state_bytes"][state]
-        if less:
-            sizes = [show_bytes(one["model_state_bytes"][state]) for one in (then, now)]
+        sizes = [show_bytes(one["model_state_bytes"][state]) for one in (then, now)]
+        if sizes[0] != sizes[1]:  # ZeRO++ has a few more step counts
             change = "less" if less > 0 else "more"
             held.append(f"{show_bytes(abs(less))} {change} of {said}: {sizes[0]} before, {sizes[1]} now")
         for area in after["areas"][1:]:

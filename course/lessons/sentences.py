@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 from common.measure.tables import show_bytes
-from course.lessons.held import ABSENT, NEW, STALE
+from course.lessons.held import ABSENT, NEW, ROUNDED, STALE
 
 SENTENCES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
@@ -46,6 +46,7 @@ def sentence(event, before, nbytes):
             "less parameters": absent[0][0] < absent[0][1],
             "more gradients": absent[1][0] > absent[1][1],
             "secondary shards": len(now) > 3,
+            "kept rounded": ROUNDED in "".join(now[3:]),
             "out of date": STALE in "".join(now[3:]),
             "one shard": now[2].count(NEW) < len(now[2]),
             "rounded": sizes["sent"] < sizes["plain"],

@@ -1,4 +1,4 @@
-"""The templates beside this file, filled; and what fills them: Markdown within a line, coloured code."""
+"""The templates of course/, filled; and what fills them: Markdown within a line, coloured code."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def render(name, **fields):
     return Markup(TEMPLATES.get_template(name).render(fields))
 
 
-TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
+TEMPLATES = Environment(loader=FileSystemLoader([HERE, HERE.parent]), autoescape=True, undefined=StrictUndefined)
 TEMPLATES.trim_blocks = TEMPLATES.lstrip_blocks = True
 TEMPLATES.filters |= {"inline": inline, "listed": listed, "bytes": show_bytes}
 TEMPLATES.globals["numbered"] = numbered

@@ -18,10 +18,10 @@ from common.measure.timeline import COLLECTIVES, PHASES, rows
 from common.measure.traffic import BUS, DISK
 from common.ranks.world import RankFailed
 from common.tiers.memory import HERE
-from common.tiers.swap import SwapFile
 from course.pages.answers import NUMBER, Form, asks, given, judged, numbers
 from course.pages.recording import ADAMW, batch
 from lab import capacity
+from offload.swap import SwapFile
 
 WITHIN = 0.005  # relative error of an answer that is right: padding
 LAYERS = 4  # of the GPT whose steps are counted, as wide as that of `lab.capacity`

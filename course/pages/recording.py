@@ -7,6 +7,7 @@ that makes an optimizer; it has `backward` and `step`.
 import functools
 import inspect
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from common.data import Batches, load_text
 from common.engines import find_engine
 from common.loop import train_step as train
 from common.measure.memory import Timeline, storage_bytes
+from lab.simulate.clock import collective_of
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 MODEL, BATCH = "gpt-tiny", 24  # the batch is that of all ranks
@@ -87,18 +89,16 @@ class Recording(Timeline):
         units: [(phase, [bytes of each unit's storage])], one for each operation, if the engine has units.
     """
 
-    def __init__(self, held, world_size):
+    def __init__(self, held):
         super().__init__(held)
-        self.sent, self.operations, self.units = {}, [], []
-        self._world_size = world_size
+        self.sent, self.operations, self.units = Counter(), [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, others = function.__name__.partition(".")[0], self._world_size - 1
-        if name == "alltoall_base_":  # (received, sent, ...)
-            self._add("all_to_all", args[1].nbytes // self._world_size * others)
+        kind, _, sent = collective_of(function, args) if function.namespace == "c10d" else (None, None, 0)
+        if kind in ("all_to_all", "all_gather"):
+            self.sent[kind] += int(sent)
+        if function.__name__.startswith("alltoall_base_"):  # (received, sent, ...)
             self.engine.received = weakref.ref(args[0])
-        elif name == "allgather_":  # ([received], [sent], ...)
-            self._add("all_gather", args[1][0].nbytes * others)
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def sample(self):
@@ -107,9 +107,6 @@ class Recording(Timeline):
         units = [unit.whole.untyped_storage().nbytes() for unit in self.engine.units]
         self.units.append((self.engine.comm.traffic.phase, units))
 
-    def _add(self, collective, count):
-        self.sent[collective] = self.sent.get(collective, 0) + count
-
 
 def train_step(world, engine, module, step=0, size=BATCH, before_update=None, recorded=True):
     """One step of training: its Recording; to record each operation takes time.
@@ -117,7 +114,7 @@ def train_step(world, engine, module, step=0, size=BATCH, before_update=None, re
     `before_update` is called with what is held, after backward.
     """
     held = Held(engine, module)
-    recording = Recording(held, world.size)
+    recording = Recording(held)
     inputs, targets = batch(world, module, step, size)
     with recording if recorded else nullcontext():
         loss = models.loss(module(inputs), targets)
@@ -149,7 +146,7 @@ def record_step(world, make, model="gpt-nano"):
         "operations": recording.operations,
         "units": recording.units,
         "held": found[0],
-        "sent": recording.sent,
+        "sent": dict(recording.sent),
         "shards": [shard.numel() for shard in stepped_by(engine)],
     }
 

@@ -1,16 +1,4 @@
-"""Write what students get: this repository without solutions, and an autograder for Gradescope.
-
-    python -m course.release --out results/local/student
-
-The tree is what git tracks, less what shows a solution and what needs that; of a link to such a file the words stay. A
-link to its exercise replaces each stage's engine: once that is solved, the stage's commands and the notebooks run as
-they do here, and there is one file to write in and to hand in. A later exercise shows no answers of an earlier one:
-those methods are missing there as well. The pages in minimal.py are missing too, as notebooks ask for them; so are
-sources that a notebook printed.
-
-The grader in the tree holds submissions to recorded promises, see `course.grader.promises`. The autograder is all that
-git tracks, with the two scripts that Gradescope calls: it has the engines, as the later exercises need them.
-"""
+"""`python -m course.release`: write what students get, without solutions, and an autograder for Gradescope."""
 
 import ast
 import contextlib
@@ -37,7 +25,7 @@ HERE = Path(__file__).parent.relative_to(ROOT)
 # Engines that hold methods of the exercises, what shows them, and what needs those.
 LEFT_OUT = (
     *("offload/", "zeropp/", "lab/offload/", "lab/zeropp/", "tests/", "course/lessons/"),
-    *("course/slides/", "course/explorer/", "course/site.", "course/pages/faults."),
+    *("course/slides/", "course/explorer/", "course/site.", "course/pages/faults.", "course/pages/hosts."),
     *(f"notebooks/{room}{page}_" for room in ("", "quizzes/") for page in ("07", "08", "09", "10", "12", "13", "14")),
     *(".ci/", ".github/", "Makefile", "CONTRIBUTING.md", "CITATION.cff", "README.md"),
     *("notebooks/exercises/", f"{HERE}/"),

@@ -1,4 +1,4 @@
-"""Grade a submission on Gradescope: a folder with one exercise or several, such as stage1.py and offload.py.
+"""Grade a submission on Gradescope: a folder with one exercise or several, such as stage1.py and offload_mine.py.
 
     python -m course.release.gradescope submission results.json
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from common.errors import InputError
 from common.outputs import one_line_errors, parser_of, write_text
 from course.exercises import ALL
+from course.grade import named_in
 from course.grader.graded import graded
 
 NOTHING = f"Nothing to grade: hand in files named {', '.join(exercise.path.name for exercise in ALL)}, or some of them."
@@ -30,10 +31,11 @@ def main(argv=None):
 
 
 def results_of(folder):
-    """The results of a folder for Gradescope. Of several files of one name, in its subfolders, the first is graded."""
+    """The results of a folder for Gradescope. Of an exercise's files one is graded: stage1.py, if it is there."""
     began, tests, said = time.monotonic(), [], []
     for exercise in ALL:
-        for file in sorted(folder.rglob(exercise.path.name))[:1]:
+        files = [file for file in folder.rglob("*.py") if named_in(file.name) == exercise]
+        for file in sorted(files, key=lambda file: (file.name != exercise.path.name, file))[:1]:
             try:
                 report = graded(file, exercise.key)
             except InputError as error:
@@ -55,7 +57,8 @@ def tested(name, part):
     """A part as a test of Gradescope's."""
     finding, output = part["finding"], "Right, with the engine's other parts."
     if finding:
-        output = f"{finding['where']}\n\nThe case: {finding['model']}.\n\nHint: {finding['hints'][0]}"
+        case = f"The case: {finding['model']}.\n\n" if finding["model"] else ""
+        output = f"{finding['where']}\n\n{case}Hint: {finding['hints'][0]}"
     return {
         "name": f"{name}: {part['part']}",
         "score": part["points"],

@@ -31,17 +31,6 @@ def slides(recorded):
 
 def document(deck):
     """Slides as one HTML file."""
-    sections = "\n".join(_section(slide, number, len(deck)) for number, slide in enumerate(deck, 1))
     style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "deck.css").read_text()
     script = (HERE / "deck.js").read_text()
-    return render("page.html", title="ZeRO, stage by stage", style=style, body=sections, script=script)
-
-
-def _section(slide, number, count):
-    heading = f"<h1>{slide.title}</h1>" if slide.title else ""
-    return f"""<section class="slide" aria-label="Slide {number} of {count}">
-<div class="board">{heading}<div class="body">{slide.body}</div>
-<div class="foot"><span>{slide.source}</span>
-<button type="button" aria-label="Notes">{number}&nbsp;/&nbsp;{count}</button></div></div>
-<aside>{slide.notes}</aside>
-</section>"""
+    return render("slides/page.html", title="ZeRO, stage by stage", style=style, slides=deck, script=script)

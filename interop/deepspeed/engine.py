@@ -239,7 +239,6 @@ class Engine:
             tag = latest.read_text().strip()
         path = str(Path(load_dir, str(tag)))
         own = self._engine.load(path)
-        self.optimizer.share()
         vars(self).update(own["counts"])
         if load_lr_scheduler_states and self.lr_scheduler is not None and own["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(own["scheduler"])

@@ -1,8 +1,14 @@
 """`deepspeed.initialize`, and what scripts call before it."""
 
+from collections.abc import Callable, Iterable
+from os import PathLike
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from common.engines import find_engine
 from common.errors import InputError
@@ -11,7 +17,7 @@ from interop.deepspeed.comm import init_distributed
 from interop.deepspeed.engine import Engine, Optimizer
 from interop.deepspeed.refusals import DATA_PARALLEL, refuse_arguments
 from interop.deepspeed.settings import optimizer_of, read, scheduler_of, settings
-from interop.wrapped import factory_of, take_from_rank_0
+from interop.wrapped import factory_of, take_from_rank_0, trained_groups
 
 
 def add_config_arguments(parser):
@@ -23,20 +29,20 @@ def add_config_arguments(parser):
 
 
 def initialize(
-    args=None,
-    model=None,
-    optimizer=None,
-    model_parameters=None,
-    training_data=None,
-    lr_scheduler=None,
-    distributed_port=None,
-    mpu=None,
-    dist_init_required=None,
-    collate_fn=None,
-    config=None,
-    mesh_param=None,
-    config_params=None,
-):
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: LRScheduler | Callable | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: dict | str | PathLike | None = None,
+    mesh_param: Any = None,
+    config_params: dict | str | PathLike | None = None,
+) -> tuple[Engine, Optimizer | None, DataLoader | None, LRScheduler | None]:
     """DeepSpeed's four: the engine, an optimizer, a loader of `training_data`, a scheduler; None for what is missing.
 
     Args:
@@ -59,8 +65,8 @@ def initialize(
     given = next((some for some in (config, config_params, getattr(args, "deepspeed_config", None)) if some), None)
     built_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     asked = settings(read(given), dist.get_world_size(), built_in)
-    take_from_rank_0(model)
     made, groups = optimizer_and_groups(optimizer, model_parameters, asked, model)
+    take_from_rank_0(model)
     engine = find_engine(asked.engine)(model, made, param_groups=groups, **asked.options)
     if asked.scaler is not None:
         engine.loss_scaler = asked.scaler()
@@ -86,7 +92,7 @@ def optimizer_and_groups(optimizer, model_parameters, asked, model):
         raise InputError(f"optimizer={optimizer!r}: give one of torch's, or a function of parameters")
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, groups
-    return factory_of(optimizer), optimizer.param_groups
+    return factory_of(optimizer), trained_groups(optimizer)
 
 
 def grouped(model_parameters):

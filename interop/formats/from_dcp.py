@@ -6,8 +6,6 @@ The checkpoint must hold what torch's `get_state_dict(model, optimizer)` returns
 the optimizer each under a name of its own. Everything else comes back as `extra`, under its keys in the folder.
 """
 
-import torch
-
 from common.checkpoint import model_state
 from common.checkpoint.optimizer_state import name_of
 from common.checkpoint.weights import names_in
@@ -37,10 +35,9 @@ def read(engine, folder):
         raise InputError(f"its model has no name of its own; {cure}")
     names = names_in(source, state)
     at = _optimizer_of(source)
-    whole = {name for bucket in engine.buckets if bucket.kind.whole for name in bucket.slots}
+    whole = {name for bucket in engine.buckets if bucket.kind.undivided for name in bucket.slots}
     states, scalars = _states(source, at, named, whole)
     groups, group_of = _groups(source, at, engine.optimizer, named)
-    _check_alike(engine.buckets, scalars)
 
     parameters = {}
     for name, parameter in named.items():
@@ -141,15 +138,3 @@ def _states(source, at, named, whole):
         else:
             states[name][one] = key
     return states, scalars
-
-
-def _check_alike(buckets, scalars):
-    """Refuse a bucket whose parameters have had unequal numbers of steps: engines step a bucket as one tensor."""
-    for bucket in buckets:
-        first, *others = bucket.slots
-        for name in others:
-            for one, value in scalars.get(first, {}).items():
-                if not torch.equal(torch.as_tensor(value), torch.as_tensor(scalars[name][one])):
-                    raise InputError(
-                        f"{one!r} of {first!r} and {name!r} differ there, and engines here step them as one"
-                    )

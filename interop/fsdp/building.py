@@ -1,8 +1,11 @@
 """The engine of a script's model: built when the model first runs, and stepped by the script's own optimizer."""
 
 import gc
+from collections.abc import Iterable
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.engine import units, validation
@@ -11,7 +14,7 @@ from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from interop.fsdp.engine import Sharded, part_of, parts_of
 from interop.fsdp.supported import in_its_words, refuse_dtensors
-from interop.wrapped import copy_options, factory_of, refused
+from interop.wrapped import copy_options, factory_of, refused, trained_groups
 
 
 class Stepped:
@@ -69,7 +72,7 @@ def built(root, part):
     engine = Sharded(
         root,
         factory_of(optimizer),
-        param_groups=optimizer.param_groups,
+        param_groups=trained_groups(optimizer),
         precision=precision,
         process_group=None if part.mesh is None else part.mesh.get_group(),
         keep_last=part.reshard is not True,
@@ -79,6 +82,7 @@ def built(root, part):
     optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
     vars(optimizer).pop("step", None)  # of a scheduler that watches it
     optimizer.engine, engine.script_optimizer = engine, optimizer
+    engine.optimizer.register_load_state_dict_post_hook(partial(copy_options, target=optimizer))
     refuse_dtensors(root.parameters())  # to_empty() has made them anew
     return engine
 
@@ -119,7 +123,13 @@ def optimizer_over(root):
 
 @in_its_words()
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Let the next step scale the gradient down to this global norm; return the norm, a scalar. A collective.
 
     Raises:

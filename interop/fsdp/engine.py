@@ -104,11 +104,10 @@ class Sharded(find_engine("stage3_param")):
         copy_options(self.script_optimizer, self.optimizer)
         return super().save(path, extra, wait)
 
-    def load(self, path):
-        """Read a checkpoint; the script's optimizer gets its rates, too."""
-        extra = super().load(path)
-        copy_options(self.optimizer, self.script_optimizer)
-        return extra
+    def snapshot(self, optimizer=True):
+        """A copy of the state, with the rates that the script's optimizer has."""
+        copy_options(self.script_optimizer, self.optimizer)
+        return super().snapshot(optimizer)
 
     def heed_zero_grad(self):
         """If the script has set p.grad to None, as zero_grad() of optimizers and modules does, drop the gradients."""

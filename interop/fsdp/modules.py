@@ -1,6 +1,8 @@
 """`fully_shard`, and the methods that it gives to modules."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,18 +18,20 @@ from interop.fsdp.engine import Part, forward, part_of, parts_of
 from interop.fsdp.supported import REFUSED, in_its_words, refusal, refuse_dtensors, refusing
 from interop.wrapped import refused
 
+Modules = TypeVar("Modules", nn.Module, list[nn.Module])
+
 
 def fully_shard(
-    module,
+    module: Modules,
     *,
-    mesh=None,
-    reshard_after_forward=None,
-    shard_placement_fn=None,
-    mp_policy=None,
-    offload_policy=None,
-    ignored_params=None,
-    dp_mesh_dims=None,
-):
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Modules:
     """Record that a module's parameters, except those of recorded modules in it, are gathered together; return it.
 
     Raises:
@@ -60,9 +64,13 @@ def fully_shard(
     if not any(tensor.is_meta for tensor in module.parameters()):
         module.to(device)
     refuse_dtensors(module.parameters())
-    module._fully_shard = Part(mesh, reshard_after_forward, policy)
-    module.__class__ = class_with_words(type(module))
+    _record(module, Part(mesh, reshard_after_forward, policy))
     return module
+
+
+def _record(module, part):
+    module._fully_shard = part
+    module.__class__ = class_with_words(type(module))
 
 
 def check_policy(policy):

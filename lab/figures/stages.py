@@ -44,7 +44,7 @@ def throughput(axes, rows):
 def comparison(results):
     """Draw `lab.compare` in a page's column: what a rank holds by state, and what it sends."""
     with plt.rc_context({"font.size": 15}):
-        figure, panels = plt.subplots(1, 2, figsize=(13.3, 5.8), sharey=True, layout="constrained")
+        figure, panels = plt.subplots(1, 2, figsize=(13.3, 6.2), layout="constrained")
         for place, row in enumerate(results["rows"]):
             beside = [sum((row.get(name) or {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
             across = sum(row.get("internode_bytes_per_step", {}).values())
@@ -59,14 +59,14 @@ def comparison(results):
                     end += size / 1e6
                 axes.text(end, place, f" {end:.1f}", va="center")
         names = [LABELS.get(row["engine"], row["engine"]).partition("\n")[0] for row in results["rows"]]
-        panels[0].set_yticks(range(len(names)), names)
-        panels[0].invert_yaxis()
-        titles = {"MB of model states held by a rank": 1.12, "MB sent by a rank in a step": 1.75}  # beside long bars
-        for axes, (title, room) in zip(panels, titles.items(), strict=True):
-            axes.set(xlabel=title, xlim=(0, room * axes.get_xlim()[1]))
+        titles = "MB of model states held by a rank", "MB sent by a rank in a step"
+        for axes, title in zip(panels, titles, strict=True):
+            axes.set(xlabel=title, xlim=(0, 1.14 * axes.dataLim.xmax))  # beside the longest bar
+            axes.set_yticks(range(len(names)), names)
+            axes.invert_yaxis()
             if axes.get_legend_handles_labels()[1]:  # on one node all is sent within it
-                axes.legend(loc="lower right")
-        titled(figure, f"{described(results)}; {results['hardware']}", 12)
+                axes.legend(loc="lower center", bbox_to_anchor=(0.45, 1), ncols=3, fontsize=13)
+        titled(figure, f"{described(results)}; {results['hardware']}")
     return figure
 
 

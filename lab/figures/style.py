@@ -85,7 +85,8 @@ def live_bytes(axes, samples, classes=CLASSES, unit=1e6):
 
 def mark_phases(axes, phases):
     """Name the phases above the data, over an x axis that counts operations. `phases` has one for each of them."""
-    begins = {phase: phases.index(phase) for phase in PHASES if phase in phases}
+    first = phases.index("forward") if "forward" in phases else 0  # before it, work of an earlier step may end
+    begins = {phase: phases.index(phase, first) for phase in PHASES if phase in phases[first:]}
     end = begins.get("step", len(phases))
     # Forward may be narrow, and the step always is: its name goes left of its beginning.
     for phase, begin in begins.items():

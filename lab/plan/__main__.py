@@ -3,12 +3,12 @@ r"""`python -m lab.plan`: my model, my GPUs: which stage? Answered by formula, i
     python -m lab.plan --params 70e9 --gpu h100-80g --world-size 64
     python -m lab.plan --model llama3-8b --gpu a100-40g --world-size 8 --global-batch 512 --tokens 1T
     python -m lab.plan --config config.json --gpu 4090 --world-size 4 --seq 4096
-    python -m lab.plan --model my_package.models:make_model --world-size 16 --seq 512 --budget 40GB --simulate
     python -m lab.plan --landmark bloom-176b
 
 For each engine: model states by class and tier, what is in flight within a step, activations, what is sent and moved,
 how long a step takes, and whether it fits. The advice is the usual one, the lowest stage that fits, and beside it the
-fastest. `--simulate` lets the advised engine take a step as one of these ranks, and shows both peaks.
+fastest. `--simulate` lets the advised engine take a step as one of these ranks, and shows both peaks. Formulas know
+GPTs and Llamas; `python -m lab.simulate --model my_package.models:make_model` answers for any other model.
 
 Sources: model states ZeRO, arXiv 1910.02054, sec. 3 and 5, ZeRO-Offload, arXiv 2101.06840, sec. 3, ZeRO-Infinity, arXiv
 2104.07857, sec. 3, ZeRO++, arXiv 2306.10209, sec. 3; activations Korthikanti et al., arXiv 2205.05198, sec. 4.
@@ -26,7 +26,7 @@ from common.errors import InputError
 from common.loop import train_step
 from common.measure.tables import Table, say, show_bytes
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import asked, check_counts, one_line_errors, parser_of, publish
+from common.outputs import add_options, asked, check_counts, one_line_errors, parser_of, publish
 from lab.activations import largest_fitting
 from lab.plan import shapes
 from lab.plan.formulas import NO_SYNC, SWITCHES, WAYS, Job, Rank
@@ -72,12 +72,8 @@ def parser():
     parser = parser_of("lab.plan", __doc__)
     known = {"presets": shapes.PRESETS, "landmarks": LANDMARKS, "gpus": PRESETS}
     known = {name: ", ".join(names) for name, names in known.items()} | {"sequence": shapes.SEQUENCE}
-    kinds = {"int": {"type": int}, "flag": {"action": "store_true"}}
     for title, options in OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for name, given in options.items():
-            about = {key: value for key, value in given.items() if key != "type"} | kinds.get(given.get("type"), {})
-            group.add_argument(f"--{name}", **about | {"help": given.get("help", "").format(**known)})
+        add_options(parser.add_argument_group(title), options, **known)
     switch = "a switch of ZeRO++, off"
     parser.add_argument("--with", dest="own", action="append", default=[], metavar="SWITCH=False", help=switch)
     parser.add_argument("--simulate", action="store_true", help="simulate a step of the advised engine")
@@ -104,7 +100,7 @@ def plan(options):
         row["tokens_per_second"] = tokens / row["step_seconds"]
         row["days"] = size_of(options.tokens) / row["tokens_per_second"] / 86400 if options.tokens else None
     return {
-        "model": asdict(replace(shape, measured=None)),
+        "model": asdict(shape),
         "gpu": machine.name,
         "precision": options.precision,
         **asdict(job),
@@ -127,10 +123,8 @@ def job_of(options, shape, machine):
     """The Job that is asked for."""
     if options.optimizer not in OPTIMIZERS:
         raise InputError(f"unknown optimizer {options.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
-    if options.offload_activations and (options.no_checkpoints or shape.measured):
-        raise InputError("--offload-activations: there are no checkpoints of a known shape; leave it out")
-    if options.fused_loss and shape.measured:
-        raise InputError(f"--fused-loss: the loss of {shape.name} is run as it is; leave it out")
+    if options.offload_activations and options.no_checkpoints:
+        raise InputError("--offload-activations: there are no checkpoints; leave it out")
     named = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
     # A pipeline is full from as many micro-batches on as it has stages.
     accumulate = options.accumulate or (1 if options.global_batch else options.pipeline)
@@ -236,9 +230,7 @@ def full(gpu, row, budget):
 
 
 def largest_batch(shape, machine, job, budget, way):
-    """The most samples of a micro-batch that fit; 0 if none do, None for a model without formulas."""
-    if shape.measured:
-        return None
+    """The most samples of a micro-batch that fit; 0 if none do."""
     return largest_fitting(
         lambda samples: rows_of(shape, machine, replace(job, batch=samples), budget, [way])[0]["fits"]
     )
@@ -348,7 +340,7 @@ def confirmed(options, results):
             precision=results["precision"],
             batch=results["batch"],
             sequence=options.seq,
-            checkpoint_activations=None if options.no_checkpoints or ":" in (options.model or "") else models.KINDS[0],
+            checkpoint_activations=None if options.no_checkpoints else models.KINDS[0],
             tensor=results["tensor"],
             pipeline=results["pipeline"],
             own=row["own"],
@@ -382,9 +374,8 @@ def tables(results):
     held, moved = [], []
     for row in rows:
         sizes = (sum(row["states"].values()), row["transient"], row["activations"], row["device"])
-        most = "-" if row["largest_batch"] is None else str(row["largest_batch"])
         fits = "yes" if row["fits"] else f"no: {row['full'] or 'nodes'}"
-        held.append([row["way"], *(show_bytes(round(size)) for size in sizes), fits, most])
+        held.append([row["way"], *(show_bytes(round(size)) for size in sizes), fits, str(row["largest_batch"])])
         counts = [show_bytes(round(row[name])) for name in ("host", "disk", "sent", "bus", "disk_moved")]
         speed = f"{row['tokens_per_second']:,.0f}"
         days = [] if row["days"] is None else [f"{row['days']:.3g}"]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from common.errors import InputError
 
@@ -97,18 +96,12 @@ class Rank:
         self.width, self.tensor = job.width, job.tensor
         self.split = job.tensor if job.sequence_parallel else 1  # ranks that share what tensor parallelism leaves whole
         self.sequence = job.sequence or shape.sequence
-        if self.sequence is None:
-            raise InputError(f"{shape.name} has no length of its own; give --seq")
         if shape.positions and self.sequence > shape.positions:
             raise InputError(f"--seq {self.sequence}: {shape.name} has {shape.positions} positions at most")
         if shape.heads % job.tensor:
             raise InputError(f"--tensor {job.tensor}: it does not divide the {shape.heads} heads of {shape.name}")
         if job.pipeline > shape.layers:
             raise InputError(f"--pipeline {job.pipeline}: {shape.name} has {shape.layers} layers; give as many at most")
-        if shape.measured and degree > 1:
-            raise InputError(
-                f"{shape.name}: how its activations divide is not known; leave out --tensor and --pipeline"
-            )
 
     # ---- counts of parameters ---------------------------------------------------------------------------------
 
@@ -123,10 +116,8 @@ class Rank:
         share = 1 if self.shape.trained is None else self.shape.trained / self.shape.parameters
         return self.psi * share
 
-    def _unit(self, name, trained=False, number=None):
-        """Parameters of a block, or of the one of this number, of the root or the last unit; or the trained of them."""
-        if number is not None:
-            return self.shape.blocks[number][trained]
+    def _unit(self, name, trained=False):
+        """Parameters of a block, of the root or the last unit; or the trained of them."""
         of_trained = getattr(self.shape, f"trained_{name}", None) if trained else None
         return (getattr(self.shape, name) if of_trained is None else of_trained) / self.tensor
 
@@ -172,7 +163,7 @@ class Rank:
         bus, on_disk = self.moved(way)
         host += self.offloaded
         bus += 2 * self.job.accumulate * self.offloaded / self.job.pipeline
-        moments = [(self.transient(way, *moment), self.activations(*moment), moment[0]) for moment in self._moments()]
+        moments = [(self.transient(way, moment), self.activations(moment), moment) for moment in MOMENTS]
         transient, activations, worst = max(moments, key=lambda moment: moment[0] + moment[1])
         seconds = {
             "collectives": self.gpu.over_links(sent, out, self.rings),
@@ -202,12 +193,6 @@ class Rank:
             "seconds": seconds,
             "step_seconds": max(computing, *seconds.values()) + stepping,
         }
-
-    def _moments(self):
-        """(Name, the number of a block or None): the moments at which memory peaks."""
-        if self.shape.measured is None:
-            return [(moment, None) for moment in MOMENTS]
-        return [(LOSS, None), *((BLOCK, number) for number in range(len(self.shape.blocks)))]
 
     # ---- held -------------------------------------------------------------------------------------------------
 
@@ -254,10 +239,11 @@ class Rank:
         """Bytes for each parameter of hpZ's secondary shard."""
         return self.width / self.per_node * self._switches(way)[1]
 
-    def transient(self, way, moment, number=None):
+    def transient(self, way, moment):
         """Bytes in flight at a moment: gathered units, buckets of gradients, and the buffer that receives a mean."""
         w, loss, head = self.width, moment == LOSS, moment == HEAD
-        block, unit = self._unit("block", False, number), self._unit("block", True, number) + self._unit("root", True)
+        block, trained = self._unit("block"), self._unit("block", True)
+        unit = trained + self._unit("root", True)
         if way.engine not in IN_UNITS:
             receives = 0 if w == 4 or way.engine == "offload" else 4 * self.bucket
             receives /= 1 if way.engine == "stage0_ddp" else self.ranks
@@ -275,14 +261,8 @@ class Rank:
         if moment == EMBEDDING:
             embedding = self._unit("root") + self._unit("last") * (not self.shape.tied)
             return receives + w * (embedding + block + unit + self._unit("last", True))
-        before, after = block, self._unit("block", True)  # what is gathered next, and reduced, if there is one
-        if number is not None:
-            before = self._unit("block", False, number - 1) if number else 0
-            after = self._unit("block", True, number + 1) if number + 1 < len(self.shape.blocks) else 0
-        codes = 0
-        if way.engine == "zeropp":
-            codes = self._codes_in_flight(way, block, after, self._layer()[-1] if number is None else 0)
-        return receives + w * (self._unit("root") + block + before + unit) + codes
+        codes = self._codes_in_flight(way, block, trained, self._layer()[-1]) if way.engine == "zeropp" else 0
+        return receives + w * (self._unit("root") + 2 * block + unit) + codes  # the next block is gathered, too
 
     def _codes_in_flight(self, way, block, trained, freed):
         """Bytes of what ZeRO++ sends and receives: codes of the next block, and of the gradient of the one before.
@@ -302,15 +282,13 @@ class Rank:
         inputs, inside = w * shape.width / split * tokens, w * (shape.whole / split + shape.cut / self.tensor) * tokens
         return inputs, inside, (inputs if self.job.checkpoints else inside) * (not self.job.offload_activations)
 
-    def activations(self, moment, number=None):
+    def activations(self, moment):
         """Bytes of activations at a moment, and of gradients that are in no bucket yet.
 
         With a pipeline the first stage holds as many micro-batches as there are stages, so as much as all layers keep
         of one (arXiv 2205.05198, sec. 4.2.3); the last stage holds one, and the logits.
         """
         shape, w, t = self.shape, self.width, self.tensor
-        if shape.measured:
-            return self._measured.ends if number is None else self._measured.blocks[number]
         tokens = self.job.batch * self.sequence
         inputs, inside, kept = self._layer()
         kept *= shape.layers
@@ -335,10 +313,6 @@ class Rank:
         if not self.job.offload_activations:
             return 0
         return self.shape.layers * self._layer()[0]
-
-    @cached_property
-    def _measured(self):
-        return self.shape.measured(self.job.batch, self.sequence, self.width, self.job.checkpoints)
 
     # ---- sent and moved ---------------------------------------------------------------------------------------
 
@@ -421,8 +395,6 @@ class Rank:
         Causal attention multiplies each token with half of its sample, twice.
         """
         shape, rate = self.shape, self.gpu.flops[self.width] * self.gpu.fraction
-        if shape.measured:
-            return self._measured.flops / rate
         passes = 8 if self.job.checkpoints else 6
         of_matrices = passes - 2 * (1 - self.trained / self.psi)  # no gradient of what is frozen
         each = (

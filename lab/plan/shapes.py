@@ -1,12 +1,10 @@
 """Shapes: of a model's parts as a paper's table has them, of a Hugging Face config.json, of a module, of a size."""
 
-import functools
 import json
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from common import models
 from common.engine.layout import FlatRange
@@ -16,8 +14,7 @@ from common.models.gpt import GPT
 from common.models.llama import Llama
 from common.models.lora import LoRAGPT
 from common.models.moe import MoEGPT
-from lab.plan.measured import measure
-from lab.simulate.own import PRESETS, Foreign, model_of, tokens_of
+from lab.simulate.own import PRESETS, model_of
 
 ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
 SEQUENCE, VOCABULARY = 2048, 50257
@@ -65,16 +62,14 @@ class Shape:
     heads: int = 0  # of queries; this and the next are 0 if they are not known, or without limit
     positions: int = 0  # that are learned, so that a sample cannot be longer
     attention: float = 0  # width of all heads of a block
-    width: int | None = None  # None for a model that is no transformer of the zoo: see `measured`
+    width: int = 0
     vocabulary: int = 0
-    sequence: int | None = None
+    sequence: int = SEQUENCE
     whole: float = 0  # elements that a block keeps for each token; this and the next two
     cut: float = 0
     working: float = 0  # and that its backward takes besides, cut
     weights: float = 0  # elements of gradients of a block that are not yet in a bucket
     sides: float = 0  # rows and columns of a block's matrices, added up: parameters of adapters for each of their rank
-    measured: object = None  # `measured(batch, sequence, width, checkpoints)`, a `Measured`, if there is no formula
-    blocks: tuple = ()  # of such a model: (parameters, of them trained) of each block
 
 
 def size_of(text):
@@ -173,8 +168,6 @@ def transformer(
 
 def with_adapters(shape, rank):
     """A frozen model of this shape; trained are adapters of a low rank beside each matrix of a block (LoRA)."""
-    if not shape.sides:
-        raise InputError(f"--lora: the shape of {shape.name} is not known; build the adapters into the model")
     added = rank * shape.sides
     frozen = {"trained_root": 0, "trained_last": 0, "largest": 0, "weights": added}
     trained = {"trained": shape.layers * added, "trained_block": added, **frozen}
@@ -216,42 +209,32 @@ def of_config(path):
 
 
 def of_model(name):
-    """The shape of a model, from its modules: of a preset, the zoo, a landmark, or package.module:function."""
+    """The shape of a preset, or, from its modules, of a GPT or Llama of the zoo or a landmark; else an InputError."""
     if name in PRESETS:
         return transformer(name, **PRESETS[name])
     model = model_of(name)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(f"--model {name}: it has no parameter to train")
-    units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, FlatRange)
-    counts = {unit.name: SimpleNamespace(all=_count(unit.buckets), trained=_count(unit.trainable)) for unit in units}
-    names = tuple(unit for unit in counts if re.search(r"\.\d+$", unit)) or tuple(counts)
-    blocks = [counts[unit] for unit in names]
-    others = [counts[unit] for unit in counts if unit and unit not in names]
-    block, root = max(blocks, key=lambda unit: unit.all), counts.get("", SimpleNamespace(all=0, trained=0))
-    shape = {
-        "parameters": models.count(model),
-        "layers": len(blocks),
-        "block": block.all,
-        "root": root.all,
-        "last": max((unit.all for unit in others), default=0),
-        "largest": max((p.numel() for p in model.parameters() if p.requires_grad), default=0),
-        "trained": sum(unit.trained for unit in counts.values()),
-        "trained_block": block.trained,
-        "trained_root": root.trained,
-        "trained_last": max((unit.trained for unit in others), default=0),
-    }
     if not isinstance(model, (GPT, Llama)) or isinstance(model, LoRAGPT):
-        length = None if isinstance(model, Foreign) else tokens_of(model)
-        own = tuple((unit.all, unit.trained) for unit in blocks)
-        return Shape(str(name), **shape, sequence=length, measured=functools.partial(measure, name, names), blocks=own)
+        raise InputError(
+            f"--model {name}: formulas know GPTs and Llamas; `python -m lab.simulate --model {name} --precision bf16 "
+            "--hardware h100-80g` lets each engine take a step with it, and shows its peak and its time"
+        )
+    units = make_units(model, [], lambda name, parameter: parameter.dtype, 1, FlatRange)
+    counts = {unit.name: sum(slot.numel for run in unit.buckets for slot in run.slots.values()) for unit in units}
+    blocks = [counts[unit] for unit in counts if unit.startswith("blocks.")]
+    parameters = models.count(model)
     vocabulary, width = model.wte.weight.shape
     attention, inside, gated = model.blocks[0].attention, model.blocks[0].mlp, isinstance(model, Llama)
     experts = len(inside.experts) if isinstance(model, MoEGPT) else 0
     ffn = inside.gate.out_features if gated else 4 * width
     return Shape(
         str(name),
-        **shape,
-        active=shape["parameters"] - shape["layers"] * (experts - 1) * 8 * width**2 if experts else None,
+        parameters,
+        len(blocks),
+        max(blocks),
+        root=counts.get("", 0),
+        last=max((counts[unit] for unit in counts if unit and not unit.startswith("blocks.")), default=0),
+        largest=max(parameter.numel() for parameter in model.parameters()),
+        active=parameters - len(blocks) * (experts - 1) * 8 * width**2 if experts else None,
         width=width,
         vocabulary=vocabulary,
         sequence=model.window - 1,
@@ -265,7 +248,3 @@ def of_model(name):
         attention=width,
         sides=sum(sum(p.shape) for p in model.blocks[0].parameters() if p.ndim == 2),
     )
-
-
-def _count(runs):
-    return sum(slot.numel for run in runs for slot in run.slots.values())

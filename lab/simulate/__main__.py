@@ -19,9 +19,9 @@ from common.errors import InputError
 from common.loop import train_step
 from common.measure.memory import CLASSES, HOST
 from common.measure.tables import Table, show_bytes
-from common.outputs import asked, check_counts, one_line_errors, parser_of, publish, write_text
+from common.outputs import add_options, asked, check_counts, one_line_errors, parser_of, publish, write_text
 from common.report import counts_of
-from common.train import add_checkpoints
+from common.train import OPTIONS as OF_TRAINING
 from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.own import function_of
 from lab.simulate.world import ADAMW, Setting, own_options, simulate, takes
@@ -50,7 +50,7 @@ def main(arguments=None):
     parser.add_argument("--seq", type=int, metavar="S", help=length)
     parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches of a step (%(default)s)")
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
-    add_checkpoints(parser)
+    add_options(parser, OF_TRAINING["checkpoints"])
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (%(default)s)")
     parser.add_argument(

@@ -25,6 +25,23 @@ ON_CPU = {  # torch's flop counter knows these by the names that they have on GP
     "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
 }
 FREE = ("prim", "profiler")
+# What torch's names of collectives have in them -> the traffic meter's.
+COLLECTIVES = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
+COLLECTIVES |= {"alltoall": "all_to_all", "broadcast": "broadcast"}
+
+
+def collective_of(function, args):
+    """(kind, group, bytes) of an operation of torch.distributed: the traffic meter's kind, and what each rank sends.
+
+    Of N parts that is N-1, twice in an all-reduce. A message is sent whole, and what receives it sends nothing.
+    """
+    name = function.__name__.partition(".")[0]
+    kind = next((kind for word, kind in COLLECTIVES.items() if word in name), name.partition("_")[0])
+    group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+    whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+    parts = 2 if kind == "all_reduce" else 1
+    sent = parts * whole * (group.size() - 1) / group.size()
+    return kind, group, {"send": whole, "recv": 0}.get(kind, sent)
 
 
 class Clock(TorchDispatchMode):
@@ -150,19 +167,14 @@ class Clock(TorchDispatchMode):
 
     def _collective(self, function, args):
         """Seconds of a collective: what each rank sends, over the slowest link that it crosses."""
-        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
-        if group.size() == 1:
+        kind, group, sent = collective_of(function, args)
+        if group.size() == 1 or kind == "recv":  # which takes as long as its sender
             return 0.0
-        whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
-        if "recv" in function.__name__:  # as many bytes as their sender's
-            return 0.0
-        times = 2 if "allreduce" in function.__name__ else 1
-        sent = whole if "send" in function.__name__ else times * whole * (group.size() - 1) / group.size()
         ranks = dist.get_process_group_ranks(group)
         nodes = len({rank // self.ranks_per_node for rank in ranks})
         here = len(ranks) // nodes  # ranks of a node in this group
         leaving = sent if nodes > 1 else 0  # a ring leaves each node once
-        if "alltoall" in function.__name__:  # straight to the rank that it is for
+        if kind == "all_to_all":  # straight to the rank that it is for
             leaving = sent * here * (len(ranks) - here) / (len(ranks) - 1)
         seconds = self.hardware.over_links(sent, leaving, rings=self.ranks_per_node // here)
         return seconds + self.hardware.latency * (group.size() - 1).bit_length()

@@ -15,10 +15,21 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from common import models
 from common.errors import InputError
+from common.models.gpt import GPT, GPTConfig
 from common.models.llama import Llama, LlamaConfig
 
 PRESETS = tomllib.loads((Path(__file__).parents[1] / "plan/models.toml").read_text())  # shapes that people train
 LENGTH = 1024  # of a sample of a user's own model
+# Model shapes from papers: to simulate and to plan, on any machine.
+LANDMARKS = {
+    "gpt2-1.5b": partial(GPT, GPTConfig(layers=48, width=1600, heads=25, sequence=1024, vocabulary=50257)),
+    "gpt-7.5b": partial(GPT, GPTConfig(layers=36, width=4096, heads=32, sequence=1024, vocabulary=50257)),
+    "turing-nlg-17b": partial(GPT, GPTConfig(layers=78, width=4256, heads=28, sequence=1024, vocabulary=50257)),
+    "gpt3-175b": partial(GPT, GPTConfig(layers=96, width=12288, heads=96, sequence=2048, vocabulary=50257)),
+    "bloom-176b": partial(GPT, GPTConfig(layers=70, width=14336, heads=112, sequence=2048, vocabulary=250880)),
+    "mt-nlg-530b": partial(GPT, GPTConfig(layers=105, width=20480, heads=128, sequence=2048, vocabulary=50257)),
+    "gpt-1t": partial(GPT, GPTConfig(layers=128, width=25600, heads=256, sequence=2048, vocabulary=50257)),
+}
 
 
 def _llama(layers, hidden, vocabulary, heads, kv_heads=None, ffn=None, sequence=2048, **others):
@@ -57,7 +68,7 @@ def loss_of(outputs, targets):
 
 
 def model_of(name, checkpoint_activations=None):
-    """A model of the zoo, of `models.LANDMARKS`, of PRESETS, or what a function `package.module:make_model` returns.
+    """A model of the zoo, of LANDMARKS, of PRESETS, or what a function `package.module:make_model` returns.
 
     Such a function returns a module, or a pair of it and what makes its inputs: see `Foreign`. In place of a name a
     function may be given that returns a module with the zoo's surface.
@@ -71,7 +82,7 @@ def model_of(name, checkpoint_activations=None):
         made.checkpoint_activations = checkpoint_activations
         return made
     if ":" not in name:
-        known = models.SIZES | models.LANDMARKS | {name: partial(_llama, **shape) for name, shape in PRESETS.items()}
+        known = models.SIZES | LANDMARKS | {name: partial(_llama, **shape) for name, shape in PRESETS.items()}
         return models.build(name, checkpoint_activations=checkpoint_activations, known=known)
     if checkpoint_activations is not None:
         raise InputError(f"--checkpoint-activations: {name} is not in the zoo; build its checkpoints into the model")

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import models
+from common.engine.accounting import STATES
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure.memory import high_water
@@ -35,11 +36,10 @@ from common.measure.timeline import PHASES
 from common.measure.traffic import Traffic
 from common.ranks import lanes
 from common.ranks.nodes import check_ranks_per_node
-from common.tensors import fake_tensors, tensors_in, tensors_of_state
-from common.tiers.accounting import STATES
+from common.tensors import fake_tensors, tensors_of_state
 from common.tiers.activations import HostActivations, predicted_moves
 from lab.simulate import axes
-from lab.simulate.clock import Clock
+from lab.simulate.clock import Clock, collective_of
 from lab.simulate.hardware import Hardware
 from lab.simulate.moments import Moments
 from lab.simulate.own import Foreign, batch_of, loss_of, model_of, tokens_of
@@ -160,14 +160,6 @@ def _normalize(x, shape, weight=None, eps=None):
 
 # ---- engines of a user's own ----------------------------------------------------------------------------------
 
-# What torch's names of operations have in them -> the meter's, and how often a rank sends its N-1 parts of N.
-SENT = {
-    "allreduce": ("all_reduce", 2),
-    "allgather": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-}
-
 
 class Outsider(TorchDispatchMode):
     """What `Moments` and a table ask of an engine, for one with `module` and `optimizer`, but no `live()` or `comm`.
@@ -181,14 +173,12 @@ class Outsider(TorchDispatchMode):
         self.engine, self.comm = engine, SimpleNamespace(traffic=Traffic())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        sent = next((SENT[kind] for kind in SENT if kind in function.__name__), None)
         if function.namespace == "profiler" and isinstance(args[0], str) and args[0] in PHASES:  # common.loop's labels
             self.comm.traffic.phase = args[0]
-        elif function.namespace == "c10d" and sent is not None:
-            group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
-            whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
-            collective, times = sent
-            self.comm.traffic.record(collective, times * whole * (group.size() - 1) // group.size())
+        elif function.namespace == "c10d":
+            kind, _, sent = collective_of(function, args)
+            if kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+                self.comm.traffic.record(kind, int(sent))
         return function(*args, **(kwargs or {}))
 
     def live(self):

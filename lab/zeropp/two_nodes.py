@@ -4,10 +4,7 @@ On one machine with root it makes the nodes itself: two Linux network namespaces
 with two ranks each. On two machines torchrun starts it on both, with GLOO_SOCKET_IFNAME naming the interface between
 them.
 
-**How bytes are counted.** The bytes that all ranks of a node send to the other node in a step, three times: by the
-kernel's counter of the interface between the nodes, headers included; by the engine's meter; and as predicted. With
-gloo all bytes go straight to the rank that needs them, so of an all-gather of M bytes over two nodes of two ranks M
-leave each node. In a ring (N-1)/N M leave it; the table has that figure too, by the formula.
+zeropp/README.md says how bytes are counted.
 
 Source: ZeRO++, arXiv 2306.10209, sec. 3 and table 2.
 """

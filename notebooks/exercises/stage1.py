@@ -69,7 +69,7 @@ class Engine(EngineBase):
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
+        """The traffic table: how often each collective runs over a bucket in a step that reduces `reductions` times."""
         return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):
@@ -78,7 +78,7 @@ class Engine(EngineBase):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-            bucket.local_gradients = bucket.gradients  # gradients are packed where they are kept
+            bucket.local_gradients = bucket.gradients  # packed where their mean will be
 
     def begin_backward(self):
         """Start with the bucket that fills first."""
@@ -89,6 +89,7 @@ class Engine(EngineBase):
 
         Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
         on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
+        None is reduced while `state.reduces` is off: under a `no_sync` that accumulates, in another engine's backward.
         """
         gradient, parameter.grad = parameter.grad, None
         bucket.pack(name, gradient)

@@ -45,9 +45,9 @@ The rest is the engine's own text, docstring included:
 
 Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and gradients of its shard alone.
 
-Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the buffer for a bucket's
-gradients is allocated when its first gradient arrives, and freed when the bucket is reduced; what stays is the mean of
-this rank's shard. If gradients arrive in order, at most two buckets have one: one that fills and one in flight.
+Stage 1 keeps a buffer for all gradients, of which it reads a shard alone once they are reduced. So here the buffer for
+a bucket's gradients is allocated when its first gradient arrives, and freed when the bucket is reduced; what stays is
+the mean of this rank's shard. If they come in order at most two buckets have one: one that fills and one in flight.
 
 Phases of a step, over N ranks and Ψ parameters:
 
@@ -78,7 +78,7 @@ class Engine(EngineBase):
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
+        """The traffic table: how often each collective runs over a bucket in a step that reduces `reductions` times."""
         return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):
@@ -98,6 +98,7 @@ class Engine(EngineBase):
 
         Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
         on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
+        None is reduced while `state.reduces` is off: under a `no_sync` that accumulates, in another engine's backward.
         """
         gradient, parameter.grad = parameter.grad, None
         self.allocate_gradients(bucket)
@@ -107,7 +108,7 @@ class Engine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions until at most one other bucket has one."""
         # PART 2 of 3, 4 lines here. Give `bucket.local_gradients` a tensor, unless it has one. At most two of them
         # are alive at once.
         raise NotImplementedError("part 2, allocate_gradients, is still open")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import reduces_at_once
-from training import batch, claimed, inputs, make_engine, or_reason, train_step
+from training import batch_loss, claimed, inputs, make_engine, or_reason, zoo_engine
 from trap_models import Net, loss
 from trap_models import step as take_a_step
 
@@ -34,8 +34,7 @@ def sends_in_backward(world, engine):
             dist.barrier()
             before = bytes_sent_by_own_sockets()
             with made.no_sync() if quiet else contextlib.nullcontext():
-                samples, targets = batch(made.module, world, step)
-                made.backward(models.loss(made(samples), targets))
+                made.backward(batch_loss(made, world, step))
             made.synchronize()
             dist.barrier()
             sent[quiet] = bytes_sent_by_own_sockets() - before
@@ -97,10 +96,8 @@ def test_ranks_with_different_initial_values_start_with_those_of_rank_0_or_are_r
 def holds_before_a_step(world, engine):
     """Bytes of all of an engine's tensors after a second backward, and the bytes it reports."""
     before = storages()
-    made = make_engine(engine, "gpt-nano", bucket_mb=0.1)
-    train_step(made, world)
-    samples, targets = batch(made.module, world, 1)
-    made.backward(models.loss(made(samples), targets))
+    made = zoo_engine(world, engine, "gpt-nano", bucket_mb=0.1)
+    made.backward(batch_loss(made, world, 1))
     made.synchronize()
     held = sum(nbytes for place, nbytes in storages().items() if place not in before)
     made.step()

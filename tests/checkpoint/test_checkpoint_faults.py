@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from machine import linux, small_disk
-from training import make_engine, message_of, train_step
+from training import make_engine, message_of, train_step, zoo_engine
 
 from common.loop import sha256
 from common.ranks.world import LocalWorld, RankFailed
@@ -22,9 +22,7 @@ PAGE = 4096  # bytes: a tmpfs grows by whole pages
 
 def save_or_complain(world, path, step):
     """Save an engine after `step` steps; return the complaint, or None."""
-    engine = make_engine("stage1_os", "mlp")
-    for number in range(step):
-        train_step(engine, world, number)
+    engine = zoo_engine(world, "stage1_os", "mlp", steps=step)
     return message_of(engine.save, path, {"step": step})
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from matrix import PRECISIONS
+from optimizers import Narrow
 from safetensors.torch import load_file
 from torch import nn
-from training import ENGINES, handed_on, make_engine, same_bits, train_step
+from training import ADAMW, ENGINES, handed_on, make_engine, same_bits, train_step
 
+from common import models
 from common.loop import sha256
 from common.measure.memory import set_malloc_thresholds
 from common.ranks.world import LocalWorld
@@ -51,15 +53,15 @@ def saved(worlds, tmp_path_factory):
     return save
 
 
-def train_and_save(world, name, path, precision):
-    engine = make_engine(name, precision=precision)
+def train_and_save(world, name, path, precision, optimizer=ADAMW):
+    engine = make_engine(name, optimizer=optimizer, precision=precision)
     for step in range(2):
         train_step(engine, world, step)
     engine.save(path)
     return engine.full_state_dict()
 
 
-def load_in_turn(world, jobs, precision="fp32"):
+def load_in_turn(world, jobs, precision="fp32", optimizer=ADAMW):
     """Load into each engine, over other weights, and save again.
 
     Returns:
@@ -67,7 +69,7 @@ def load_in_turn(world, jobs, precision="fp32"):
     """
     found = []
     for path, name, again in jobs:
-        engine = make_engine(name, seed=99, precision=precision)
+        engine = make_engine(name, optimizer=optimizer, seed=99, precision=precision)
         engine.load(path)
         loaded = engine.full_state_dict()
         engine.save(again)
@@ -91,6 +93,51 @@ def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, 
         assert same_bits(tensors, same), target
         assert rest == same_rest, target
         assert stepped == as_in_stage_0 or "zeropp" in (source, target), target
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("source", WRITERS)
+def test_states_keep_their_dtype_in_files_and_at_another_world_size(worlds, tmp_path, source, precision):
+    path, others = tmp_path / "saved", [name for name in WRITERS if "zeropp" not in (name, source) or name == source]
+    weights = worlds(2).run(train_and_save, source, path, precision, Narrow)[0]
+    jobs = [(path, target, tmp_path / target) for target in others]
+    answers, tensors = worlds(3).run(load_in_turn, jobs, precision, Narrow)[0], whole_state(path)[0]
+    dtypes = {name.split("/")[1]: tensor.dtype for name, tensor in tensors.items() if name.startswith("optimizer")}
+    assert dtypes == {"momentum": torch.bfloat16, "positive": torch.uint8}
+    for target, (loaded, stepped) in zip(others, answers, strict=True):
+        assert same_bits(loaded, weights), target
+        assert same_bits(tensors, whole_state(tmp_path / target)[0]), target
+        assert stepped == answers[0][1], target
+
+
+def thaw_and_save(world, name, path, precision):
+    """Save after a layer is thawed, before its first step and beside others that had some."""
+    module = models.build("gpt-tiny")
+    for parameter in module.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    old, new = (make_engine(name, model, precision=precision) for model in (module, "gpt-tiny"))
+    for step in range(2):
+        train_step(old, world, step)
+    new.continue_from(old)
+    new.save(path)
+    return new.full_state_dict()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("source", WRITERS)
+def test_files_keep_the_steps_that_each_parameter_has_had(worlds, tmp_path, source, precision):
+    path, others = tmp_path / "saved", [name for name in WRITERS if "zeropp" not in (name, source) or name == source]
+    weights = worlds(2).run(thaw_and_save, source, path, precision)[0]
+    jobs = [(path, target, tmp_path / target) for target in others]
+    answers, (tensors, rest) = worlds(3).run(load_in_turn, jobs, precision)[0], whole_state(path)
+    steps = {name: parameter["scalars"].get("step") for name, parameter in rest["parameters"].items()}
+    assert steps == {name: None if name.startswith("blocks.0.") else 2 for name in weights if name in steps}
+    for target, (loaded, stepped) in zip(others, answers, strict=True):
+        assert same_bits(loaded, weights), target
+        same, same_rest = whole_state(tmp_path / target)
+        assert same_bits(tensors, same), target
+        assert rest == same_rest, target
+        assert stepped == answers[0][1], target
 
 
 DISK, ALL = ["offloaded:OnDisk"], ["quantized:All"]

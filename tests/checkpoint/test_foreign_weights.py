@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from training import ADAMW, ENGINES, batch, make_engine, same_bits, train_step
+from training import ADAMW, ENGINES, batch, same_bits, train_step, zoo_engine
 
 from common import models
 from common.engines import find_engine
@@ -32,8 +32,7 @@ def write(file, module, left_out=(), **changed):
 
 def load_weights(world, engine, file, model, precision):
     """Load into a trained engine. Return the weights, the module's values, and whether states stayed."""
-    made = make_engine(engine, model, precision=precision)
-    train_step(made, world)
+    made = zoo_engine(world, engine, model, precision=precision)
     made(batch(made.module, world, 1)[0])  # the load makes what this gathers, or copies within a node, stale
     made.synchronize()
     before = made.updates, str(list(made.optimizer.state.values()))
@@ -60,20 +59,15 @@ def test_a_plain_models_file_is_read_to_the_bit(worlds, tmp_path, name, precisio
             assert same_bits(reads, {key: p.detach().to(dtype) for key, p in module.named_parameters()})
 
 
-def test_buffers_and_frozen_weights_come_with_the_file(worlds, tmp_path):
-    for model in ("resnet-tiny", "lora-tiny"):
-        write(tmp_path / model, plain(model))
-        for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / model, model, "fp32"):
-            assert same_bits(weights, plain(model).state_dict())
+WHOLE = [("resnet-tiny", ()), ("lora-tiny", ()), ("gpt-tiny", ["head.weight"]), ("gpt-tiny", ["wte.weight"])]
 
 
-@pytest.mark.parametrize("left_out", ["head.weight", "wte.weight"])
-def test_tied_weights_are_found_under_either_name(worlds, tmp_path, left_out):
-    module = plain()
-    tied = {name for name, tensor in module.state_dict(keep_vars=True).items() if tensor is module.head.weight}
-    assert left_out in tied
-    write(tmp_path / "file", module, left_out=[left_out])
-    for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / "file", "gpt-tiny", "fp32"):
+@pytest.mark.parametrize(("model", "left_out"), WHOLE)
+def test_buffers_and_frozen_weights_come_with_a_file_and_tied_ones_under_either_name(worlds, tmp_path, model, left_out):
+    module = plain(model)
+    assert module.state_dict().keys() >= set(left_out)
+    write(tmp_path / "file", module, left_out)
+    for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / "file", model, "fp32"):
         assert same_bits(weights, module.state_dict())
 
 
@@ -88,8 +82,7 @@ def test_a_file_in_another_dtype_and_without_buffers_is_cast(worlds, tmp_path):
 
 def refused(world, engine, file, model="gpt-tiny", precision="fp32"):
     """Load, and return the complaint; the engine must be unchanged."""
-    made = make_engine(engine, model, precision=precision)
-    train_step(made, world)
+    made = zoo_engine(world, engine, model, precision=precision)
     before = made.full_state_dict()
     with pytest.raises(InputError) as complaint:
         made.load_weights(file)
@@ -131,12 +124,15 @@ def test_a_value_that_would_become_infinite_is_named_on_every_rank_and_nothing_c
             assert f"{there!r} has finite values that are infinite in {dtype}" in complaint
 
 
-def test_a_file_that_is_not_safetensors_is_refused(worlds, tmp_path):
+def test_a_file_that_is_not_safetensors_is_refused_by_what_is_read(worlds, tmp_path):
     (tmp_path / "text").write_text("no weights")
     (tmp_path / "cut").write_bytes(b"")
-    for name in ("missing", "text", "cut", "."):
-        said = worlds(2).run(refused, "stage2_grad", tmp_path / name)
-        assert all(f"cannot load weights of '{tmp_path / name}'" in complaint for complaint in said)
+    for name, zipped in (("weights.pt", True), ("pytorch_model.bin", False)):
+        torch.save({"wte.weight": torch.ones(256, 16)}, tmp_path / name, _use_new_zipfile_serialization=zipped)
+    for name in ("missing", "text", "cut", ".", "weights.pt", "pytorch_model.bin"):
+        for complaint in worlds(2).run(refused, "stage2_grad", tmp_path / name):
+            assert f"cannot load weights of '{tmp_path / name}'" in complaint
+            assert "a safetensors file, the index of several (.json), or a state dict, such as torch.load" in complaint
 
 
 def write_split(folder, module, parts=3):

@@ -5,11 +5,9 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from machine import PATIENCE
-from safetensors.torch import save_file
-from training import batch, make_engine, message_of, same_bits, train_step
+from training import make_engine, message_of, same_bits, train_step, zoo_engine
 
 from common.checkpoint import tensor_file
 from common.measure.memory import HOST, Timeline, storage_bytes
@@ -30,8 +28,7 @@ def held_back(event):
 
 def saved_beside(world, engine, path):
     """Save while two steps run; the load must give the state at the call."""
-    made, on_disk = make_engine(engine), threading.Event()
-    train_step(made, world, 0)
+    made, on_disk = zoo_engine(world, engine), threading.Event()
     with held_back(on_disk):
         saving = made.save(path, {"step": 1}, wait=False)
         for step in (1, 2):
@@ -65,8 +62,7 @@ def test_the_state_at_the_call_is_saved_while_steps_go_on(world, tmp_path, name)
 
 @pytest.mark.parametrize("name", ["stage0_ddp", "stage3_param", "offload"])
 def test_a_snapshot_takes_what_the_rank_writes_and_is_counted_until_then(world, tmp_path, name):
-    made, on_disk = make_engine(name), threading.Event()
-    train_step(made, world, 0)
+    made, on_disk = zoo_engine(world, name), threading.Event()
     before = storage_bytes(made.live().get(HOST, []))
     with held_back(on_disk):
         saving = made.save(tmp_path, wait=False)
@@ -81,8 +77,7 @@ def test_a_snapshot_takes_what_the_rank_writes_and_is_counted_until_then(world, 
 
 
 def test_a_second_save_waits_for_the_first(world, tmp_path):
-    made, on_disk, order = make_engine("stage1_os"), threading.Event(), []
-    train_step(made, world, 0)
+    made, on_disk, order = zoo_engine(world, "stage1_os"), threading.Event(), []
     with held_back(on_disk):
         made.save(tmp_path / "first", wait=False)
         threading.Timer(0.3, lambda: (order.append("released"), on_disk.set())).start()
@@ -107,22 +102,3 @@ def test_what_failed_is_told_once(world, tmp_path, listener):
     assert (message_of(made.save, tmp_path, 1) is None) == (listener is not None)
     made.save(tmp_path, 2)
     assert made.load(tmp_path) == 2
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_training_goes_on_after_a_save_and_a_load_in_inference_mode(world, tmp_path, name, wait):
-    """As in an undisturbed engine."""
-    made, undisturbed = (make_engine(name, "mlp") for _ in range(2))
-    for one in (made, undisturbed):
-        train_step(one, world, 0)
-    own = tmp_path / f"{world.rank}.safetensors"
-    with torch.inference_mode():
-        made.module(batch(made.module, world)[0])
-        save_file(made.full_state_dict(), own)
-        made.save(tmp_path / "saved", {"best": torch.ones(2)}, wait=wait)
-        made.finish_saving()
-        made.load_weights(own)
-        made.load(tmp_path / "saved")
-    for one in (made, undisturbed):
-        train_step(one, world, 1)
-    assert same_bits(made.full_state_dict(), undisturbed.full_state_dict())

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import options_of_training, output_of, refused, run
+from commands import options_of_training, output_of, refused
 from machine import linux, small_disk
 from places import ROOT
 from training import ALL, STAGES, batch, make_engine
@@ -23,6 +23,7 @@ from training import ALL, STAGES, batch, make_engine
 from common import loop, outputs, train
 from common.errors import InputError
 from common.measure.hardware import commit
+from common.ranks.world import RankFailed
 from lab import compare
 
 
@@ -91,7 +92,7 @@ def test_compare_promises_no_bits_where_nccl_adds_in_an_order_of_its_own(world):
         row["bitwise_equal_to_stage0"] = False
         assert compare.holds(row)
         assert not compare.holds(row | {"relative_norm_diff_to_torch_ddp": 0.1})
-    assert "add --deterministic" in compare.as_markdown(results)
+    assert "add --deterministic" in compare.table(results).markdown()
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
@@ -150,11 +151,19 @@ def test_output_that_nobody_can_read_ends_no_training(reader):
     assert (said.returncode, said.stderr.decode()) == (0, note + "the training goes on")
 
 
-def test_an_error_is_shown_whatever_rank_the_environment_claims(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "shown", "status"),
+    [
+        (InputError("give another"), "error: give another\n", 2),
+        (RankFailed("rank 0:\n\nNotImplementedError: part 1 is still open\n"), "error: part 1 is still open\n", 2),
+        (KeyboardInterrupt(), "", 130),
+    ],
+)
+def test_an_error_is_shown_whatever_rank_the_environment_claims(monkeypatch, capsys, error, shown, status):
     monkeypatch.setenv("RANK", "1")  # as if under torchrun
-    with pytest.raises(SystemExit), outputs.one_line_errors():
-        raise InputError("give another")
-    assert capsys.readouterr().err == "error: give another\n"
+    with pytest.raises(SystemExit) as end, outputs.one_line_errors():
+        raise error
+    assert (capsys.readouterr().err, end.value.code) == (shown, status)
 
 
 BAD_INPUT = Path(__file__).with_name("bad_input.toml").read_text()
@@ -181,10 +190,3 @@ def test_an_unknown_argument_writes_nothing(module, capsys, monkeypatch):
         importlib.import_module(module).main(["--nope"])
     assert exit.value.code == 2
     assert "unrecognized arguments: --nope" in capsys.readouterr().err
-
-
-def test_bad_input_that_only_a_rank_can_see_ends_all_of_them():
-    done = run("-c", "from ranks_that_differ import main; main()", PYTHONPATH=os.pathsep.join(sys.path))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: parameter 'wte.weight' differs between rank")
-    assert len(done.stderr.strip().splitlines()) == 1

@@ -138,6 +138,19 @@ def trained(world, engine, *arguments, **changed):
     return row["param_sha256"], row["losses"]
 
 
+def stopped_early(world, folder):
+    """What a run says that is asked to stop while its model is made."""
+    build = train.build_model
+    asked = mock.patch.object(train, "build_model", lambda *a: os.kill(os.getpid(), signal.SIGTERM) or build(*a))
+    with asked, pytest.raises(runs.Stopped) as stop:
+        trained(world, "stage1_os", "--steps", 6, save=folder)
+    return str(stop.value)
+
+
+def test_a_stop_before_the_first_step_waits_for_it(worlds, tmp_path):
+    assert worlds(2).run(stopped_early, tmp_path)[0].startswith("stopped after step 1, as asked")
+
+
 def refusal(world, *arguments, engine="stage1_os", **changed):
     """The message with which a training of two steps is refused."""
     return message_of(trained, world, engine, "--steps", 2, *arguments, **changed)

@@ -1,10 +1,10 @@
 """Pages 08 to 13: the quantizer exercise, rows equal to the planner's, and the stored outputs."""
 
-import json
 import re
 
 import pytest
 import torch
+from commands import results_of
 from notebook_runs import stored
 from places import ROOT
 
@@ -101,9 +101,7 @@ def test_a_page_counts_the_bytes_that_it_predicts(page, cell, least):
 
 
 def test_the_rows_are_those_of_the_command(tmp_path):
-    path = tmp_path / "plan.json"
-    plan.main(["--landmark", "gpt2-1.5b", "--json", str(path)])
-    told = json.loads(path.read_text())
+    told = results_of(plan.main, tmp_path, "--landmark", "gpt2-1.5b")
     rows = scaling.landmark("gpt2-1.5b")
     here = [(title, row["device"], row["fits"]) for title, row in rows.items()]
     assert here == [(row["way"], row["device"], row["fits"]) for row in told["rows"]]

@@ -1,12 +1,12 @@
 """What `04_communication` and `05_throughput` count and read."""
 
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from training import batch, make_engine
 
-from common.engines import STAGES
 from common.loop import train_step
 from common.ranks.collectives import Collectives
 from course import figures
@@ -64,28 +64,20 @@ def test_what_leaves_a_node_is_what_goes_to_ranks_of_others():
 # ---- message by message -----------------------------------------------------------------------------------------
 
 
-def write_down(world, stage):
-    """The messages of a step, the step's bytes by phase, and how many buckets there are."""
-    engine = make_engine(stage)
+def test_the_messages_of_a_step_add_up_to_what_is_predicted(world, stage):
+    engine, by_collective = make_engine(stage), Counter()
     inputs = batch(engine.module, world)
     engine.comm.traffic.reset()
     with wire.messages(engine.comm) as sent:
         train_step(engine, [inputs])
     train_step(engine, [inputs])  # no longer written down
-    return sent, engine.predicted_wire_bytes_per_step(), len(engine.buckets)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_messages_of_a_step_add_up_to_what_is_predicted(worlds, stage):
-    for sent, predicted, buckets in worlds(2).run(write_down, stage):
-        by_collective = dict.fromkeys(predicted, 0)
-        for message in sent:
-            by_collective[message.collective] += message.sent
-            assert message.sent == message.nbytes // 2 * (2 if message.collective == "all_reduce" else 1)
-        assert by_collective == predicted
-        phases = [wire.PHASES.index(message.phase) for message in sent]
-        assert phases == sorted(phases)
-        assert stage == "stage3_param" or len(sent) == buckets * (1 + (stage != "stage0_ddp"))
+    for message in sent:
+        by_collective[message.collective] += message.sent
+        assert message.sent == message.nbytes // 2 * (2 if message.collective == "all_reduce" else 1)
+    assert by_collective == engine.predicted_wire_bytes_per_step()
+    phases = [wire.PHASES.index(message.phase) for message in sent]
+    assert phases == sorted(phases)
+    assert stage == "stage3_param" or len(sent) == len(engine.buckets) * (1 + (stage != "stage0_ddp"))
 
 
 # ---- from a trace -----------------------------------------------------------------------------------------------

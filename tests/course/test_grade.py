@@ -17,6 +17,7 @@ from training import STAGES
 
 from common.engines import find_engine
 from common.ranks.world import RankFailed
+from course import exercises
 from course import grade as grade_command
 from course.exercises import ALL, EXERCISES, LATER, apart
 from course.grader import grading
@@ -116,13 +117,27 @@ EACH = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.pa
 
 @EACH
 def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
-    assert exercise.path.read_text() == written(exercise), "python -m course.exercises"
+    assert exercise.path.read_text() == written(exercise), "delete it, then: python -m course.exercises"
     if exercise.edits:
         assert not re.search("lines are missing|NotImplementedError", exercise.path.read_text())
         assert len(exercise.parts) == exercise.path.read_text().count("# PART ")
     else:
         taken = int(re.search(r"(\d+) lines are missing", exercise.path.read_text())[1])
         assert 11 <= taken <= 17
+
+
+def test_a_changed_exercise_stays_and_a_fresh_one_is_written_beside_it(tmp_path, capsys, monkeypatch):
+    for module in ("course.exercises", "course.parts"):
+        monkeypatch.setattr(f"{module}.ROOT", tmp_path)
+    monkeypatch.setattr(exercises, "FRESH", tmp_path / "fresh")
+    monkeypatch.setattr(exercises, "written", lambda exercise: "as given")
+    for work, said in [("", ""), ("as given", " is fresh"), ("mine", " has changed and stays; a fresh one is")]:
+        if work:  # by a student
+            STAGE1.path.write_text(work)
+        exercises.main(["stage1"])
+        assert capsys.readouterr().out.startswith(f"notebooks/exercises/stage1.py{said}")
+        assert STAGE1.path.read_text() == (work or "as given")
+    assert (tmp_path / "fresh/stage1.py").read_text() == "as given"
 
 
 def test_the_engine_that_waits_is_stage_2_but_for_four_methods():
@@ -153,6 +168,13 @@ def test_hints_come_in_three_steps():
         assert asked == {idea for idea in HINTS[exercise.key] if idea.startswith("open ")}
 
 
+def test_hints_name_what_the_exercise_has():
+    for one in (one for one in SUBMISSIONS if one.idea and one.exercise in EXERCISES):
+        text, hints = one.exercise.path.read_text() + one.exercise.solution, hints_of(one.idea, one.exercise.key)
+        for name in re.findall(r"`(?:\w+=)?([A-Za-z_][\w.]+)", " ".join(hints)):
+            assert name in text, one
+
+
 def test_hints_are_shown_as_they_are_written(capsys):
     """Square brackets too, which rich reads as colours: `local_gradients[shard]` would become `local_gradients`."""
     report = {"part": None, "printed": "", "file": "stage1.py", "stage": STAGES[1]}
@@ -178,11 +200,14 @@ def said(capsys, file, *options):
     return " ".join(capsys.readouterr().out.split()), end.value.code
 
 
-def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
+PARTED = "if self.rank:\n    self.comm.gather_objects(0)", "self.comm.gather_objects(0, f'turn {self.rank}')"
+
+
+@pytest.mark.parametrize("lines", PARTED, ids=["one calls none", "each calls another"])
+def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys, lines):
     began = time.monotonic()
-    file = of_stage_1(tmp_path, synchronize="if self.rank:\n    self.comm.gather_objects(0)")
-    text, status = said(capsys, file)
-    assert "The ranks part: rank 0 waits in" in text
+    text, status = said(capsys, of_stage_1(tmp_path, synchronize=lines))
+    assert "The ranks part: rank 0 waits in" in text and "ranks wait in different ones, or one calls none" in text
     assert (status, time.monotonic() - began < PATIENCE / 6) == (1, True)
 
 
@@ -330,8 +355,15 @@ def test_all_promises_are_tried_and_have_points(tmp_path, capsys):
         assert line in text
 
 
+def test_what_is_sent_breaks_the_promise_about_bytes_and_none_of_weights(tmp_path):
+    (file,) = (one.write(tmp_path) for one in SUBMISSIONS if str(one) == "stage 1, an all-reduce")
+    report = graded(file, STAGES[1])
+    lost = [promise["promise"] for promise in report["promises"] if not promise["holds"]]
+    assert [*lost, report["finding"]["promise"]] == [CASES["beside"].promise, *2 * [grading.FOUND["bytes"]]]
+
+
 def test_an_engine_itself_passes_by_the_command(capsys):
     text, status = said(capsys, STAGE3.engine)
     assert "All of it holds: this is stage3_param, bit for bit and byte for byte." in text
-    assert text.count("holds ") == len([case for case in CASES.values() if STAGES[3] in case.stages])
+    assert text.count("holds ") == len([case for case in CASES.values() if STAGES[3] in case.stages]) + 1
     assert status == 0

@@ -18,7 +18,8 @@ from submissions import SUBMISSIONS, within
 
 from common.errors import InputError
 from course.exercises import ALL, EXERCISES, LATER, apart
-from course.grader.grading import grade
+from course.grader.cases import CASES
+from course.grader.grading import FOUND, grade
 from course.parts import ROOT, Part, bare, place, shows, solutions
 from course.release import __main__ as command
 from course.release import gradescope
@@ -154,19 +155,19 @@ def test_an_exercise_as_given_names_its_gaps(released):
 
 
 def graded_here(worlds, folder, name):
-    """A submission from the table as a file, and this repository's finding for each promise, or None."""
+    """A submission from the table as a file, and this repository's findings."""
     submission = next(one for one in SUBMISSIONS if str(one) == name)
     file = submission.write(folder)
-    found = grade(within(worlds), str(file), submission.exercise.key)
-    return file, [finding and finding.where for _, finding in found]
+    return file, [pair for pair in grade(within(worlds), str(file), submission.exercise.key) if pair[1]]
 
 
 def test_recorded_promises_answer_as_the_engines_do(worlds, released, tmp_path):
     file, here = graded_here(worlds, tmp_path, "stage 2, room that does not wait")
     run_in(released.tree, "-m", "course.grade", file, "--json", tmp_path / "report.json")
     told = json.loads((tmp_path / "report.json").read_text())
-    assert [promise["holds"] for promise in told["promises"]] == [where is None for where in here]
-    assert told["finding"]["where"] == next(filter(None, here))
+    broken = {FOUND["bytes"] if finding.shared else CASES[name].promise for name, finding in here}
+    assert {promise["promise"] for promise in told["promises"] if not promise["holds"]} == broken
+    assert told["finding"]["where"] == here[0][1].where
 
 
 def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
@@ -175,7 +176,7 @@ def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
     tests = results["tests"]
     assert [test["name"] for test in tests] == [f"overlap.py: {part.method}" for part in LATER[-1].parts]
     lost = [test["output"].partition("\n")[0] for test in tests if test["status"] == "failed"]
-    assert lost == [next(filter(None, here))]
+    assert lost == [here[0][1].where]
     assert [test["score"] for test in tests] == [0, 5, 5, 5]
     assert sum(test["max_score"] for test in tests) == 20 and "overlap.py: 15 of 20 points" in results["output"]
 
@@ -199,10 +200,15 @@ def test_a_grader_that_fails_says_so(released, monkeypatch):
     assert results["output"].count("not your fault") == len(ALL)
 
 
-def test_a_submission_under_another_name_is_told_so(tmp_path):
-    (tmp_path / "engine.py").write_text("")
-    told = {"score": 0, "output": gradescope.NOTHING, "execution_time": 0, "tests": []}
-    assert gradescope.results_of(tmp_path) == told
+@pytest.mark.parametrize("names", ["engine.py", "stage1_mine.py", "a_stage1.py stage1.py stage1_z.py"])
+def test_a_file_that_names_its_exercise_is_graded(tmp_path, names):
+    for name in names.split():
+        (tmp_path / name).write_text("(")
+    results = gradescope.results_of(tmp_path)
+    told = {(test["name"].partition(":")[0], "The case" in test["output"]) for test in results["tests"]}
+    graded = {"engine.py": set(), "stage1_mine.py": {("stage1_mine.py", False)}}
+    assert told == graded.get(names, {("stage1.py", False)})
+    assert told or (results["score"], results["output"]) == (0, gradescope.NOTHING)
 
 
 def test_the_page_for_lecturers_names_the_points():

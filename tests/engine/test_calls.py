@@ -252,44 +252,22 @@ assert [*CALLS] == [*TABLE["before"]]
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-STATES = {}
+def after(*calls):
+    """A state: after some calls of a training."""
+
+    def state(training, run):
+        for call in calls:
+            call(training)
+        run()
+
+    return state
 
 
-def standing(name):
-    """A decorator: a state of the table."""
-    return lambda state: STATES.setdefault(name, state)
-
-
-@standing("before the first step")
-def before_the_first_step(training, run):
-    training.reset(training.first)
-    run()
-
-
-@standing("after a step")
-def after_a_step(training, run):
-    run()
-
-
-@standing("after a forward")
 def after_a_forward(training, run):
     training.graph = training.loss()
     run()
     if training.graph is not None and not training.pending:
         training.backward(training.graph)
-
-
-@standing("after a backward")
-def after_a_backward(training, run):
-    training.backward()
-    run()
-
-
-@standing("after several backwards")
-def after_several_backwards(training, run):
-    training.backward()
-    training.backward()
-    run()
 
 
 def within(open_one, write=None):
@@ -305,7 +283,6 @@ def within(open_one, write=None):
     return state
 
 
-@standing("within no_sync()")
 def within_no_sync(training, run):
     with training.engine.no_sync():
         training.backward()
@@ -324,7 +301,6 @@ def double(training, found):
         value.mul_(2)
 
 
-@standing("inside the module's own forward")
 def inside_a_forward(training, run):
     training.backward()
     training.graph = training.loss()
@@ -334,7 +310,6 @@ def inside_a_forward(training, run):
         training.pending = False
 
 
-@standing("inside a backward, from a hook")
 def inside_a_backward(training, run):
     training.graph = training.loss()
     call_once(training, "on_the_way_back", run)
@@ -351,24 +326,14 @@ def call_once(training, place, run):
     setattr(block, place, once)
 
 
-@standing("after a forward that raised")
-def after_a_forward_that_raised(training, run):
-    training.backward()
+def raise_in_forward(training):
     with stopping(training.model.blocks[1], "on_the_way"):
         training.loss()
-    run()
 
 
-@standing("after a backward that raised")
-def after_a_backward_that_raised(training, run, elsewhere=0):
-    with stopping(training.model.blocks[1 + elsewhere], "on_the_way_back"):
+def raise_in_backward(training, block=1):
+    with stopping(training.model.blocks[block], "on_the_way_back"):
         training.backward()
-    run()
-
-
-@standing("after a backward that raised elsewhere on each rank")
-def after_a_backward_that_raised_elsewhere(training, run):
-    after_a_backward_that_raised(training, run, elsewhere=training.world.rank % 2)
 
 
 def stop():
@@ -383,19 +348,15 @@ def stopping(block, place):
     setattr(block, place, None)
 
 
-@standing("after a step that raised")
-def after_a_step_that_raised(training, run):
-    training.backward()
+def raise_in_step(training):
     AdamW.raises = True
     with pytest.raises(Stop):
         training.engine.step()
     AdamW.raises = training.pending = False
     if training.is_plain:
         training.engine.zero_grad()
-    run()
 
 
-@standing("with a save in flight")
 def with_a_save_in_flight(training, run):
     training.backward()
     saving = training.engine.save(f"{training.folder}/flight", wait=False)
@@ -416,7 +377,7 @@ def under(mode, state=None):
             with mode():
                 run()
 
-        (state or after_a_step)(training, run_under)
+        (state or after())(training, run_under)
 
     return both
 
@@ -447,36 +408,24 @@ def write_masters(training):
             tensor.mul_(1.5)
 
 
-@standing("after a parameter was added")
-def after_a_parameter_was_added(training, run):
-    training.backward()
-    training.graph = training.loss()
-    training.model.extra = torch.nn.Parameter(torch.ones(3))
-    run()
-    del training.model.extra
+def changed(change, undo):
+    """A state: after a change of the model, or of its head's bias, that is undone in the end."""
+
+    def state(training, run):
+        training.backward()
+        training.graph = training.loss()
+        change(training, training.model.head.bias)
+        run()
+        undo(training, training.model.head.bias)
+
+    return state
 
 
-@standing("after a parameter was frozen")
-def after_a_parameter_was_frozen(training, run):
-    training.backward()
-    training.graph = training.loss()
-    training.model.head.bias.requires_grad_(False)
-    run()
-    training.model.head.bias.requires_grad_(True)
-
-
-@standing("after a gradient was set by hand")
-def after_a_gradient_was_set(training, run):
-    training.backward()
-    training.graph = training.loss()
+def set_gradient(training, bias, value=None):
     if not training.is_plain:
-        training.model.head.bias.grad = torch.ones(WIDTH, dtype=training.model.head.bias.dtype)
-    run()
-    if not training.is_plain:
-        training.model.head.bias.grad = None
+        bias.grad = value
 
 
-@standing("after the optimizer's step was replaced")
 def after_the_optimizers_step_was_replaced(training, run):
     training.backward()
     optimizer = training.engine.optimizer
@@ -488,7 +437,31 @@ def after_the_optimizers_step_was_replaced(training, run):
         optimizer.step = own
 
 
-STATES |= {
+STATES = {
+    "before the first step": after(lambda training: training.reset(training.first)),
+    "after a step": after(),
+    "after a forward": after_a_forward,
+    "after a backward": after(Training.backward),
+    "after several backwards": after(Training.backward, Training.backward),
+    "within no_sync()": within_no_sync,
+    "inside the module's own forward": inside_a_forward,
+    "inside a backward, from a hook": inside_a_backward,
+    "after a forward that raised": after(Training.backward, raise_in_forward),
+    "after a backward that raised": after(raise_in_backward),
+    "after a backward that raised elsewhere on each rank": after(lambda t: raise_in_backward(t, 1 + t.world.rank % 2)),
+    "after a step that raised": after(Training.backward, raise_in_step),
+    "with a save in flight": with_a_save_in_flight,
+    "after a parameter was added": changed(
+        lambda training, _: setattr(training.model, "extra", torch.nn.Parameter(torch.ones(3))),
+        lambda training, _: delattr(training.model, "extra"),
+    ),
+    "after a parameter was frozen": changed(
+        lambda _, bias: bias.requires_grad_(False), lambda _, bias: bias.requires_grad_(True)
+    ),
+    "after a gradient was set by hand": changed(
+        lambda training, bias: set_gradient(training, bias, torch.ones(WIDTH, dtype=bias.dtype)), set_gradient
+    ),
+    "after the optimizer's step was replaced": after_the_optimizers_step_was_replaced,
     "within gathered()": within(lambda engine: engine.gathered()),
     "within gathered(write=True)": within(lambda engine: engine.gathered(write=True)),
     "within gathered(write=True), after a write": within(lambda engine: engine.gathered(write=True), write_a_weight),
@@ -497,9 +470,7 @@ STATES |= {
     "within gradients(write=True), after a write": within(lambda engine: engine.gradients(write=True), double),
     "under torch.no_grad()": under(torch.no_grad),
     "under torch.inference_mode()": under(torch.inference_mode),
-    "under torch.inference_mode(), after a backward that raised": under(
-        torch.inference_mode, after_a_backward_that_raised
-    ),
+    "under torch.inference_mode(), after a backward that raised": under(torch.inference_mode, after(raise_in_backward)),
     "under torch.autocast()": under(functools.partial(torch.autocast, "cpu", torch.bfloat16)),
     "after a state of the optimizer was written": written(write_states, lambda training: training.name == EIGHT[5]),
     "after a weight was written past the engine": written(write_a_weight, lambda training: not training.keeps_writes),

@@ -6,14 +6,16 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from optimizers import CountsInItsGroup, Estimates, Narrow, ScheduleFree
 from torch import nn
 from torch.optim import lr_scheduler
-from training import SEVEN, make_engine, same_bits, small_engine, train_step
+from training import SEVEN, UNFUSED, make_engine, same_bits, small_engine, train_step
 from training import inputs as inputs_of
-from trap_models import Counting, FewRows, Net, loss, step
+from trap_models import WIDTH, Counting, FewRows, Net, loss, step
 
 from common import models
 from common.engine.units import is_freed
+from common.errors import InputError
 from common.loop import sha256
 
 SCHEDULERS = {
@@ -45,6 +47,166 @@ def test_torchs_schedulers_work_unchanged(world, stage, name):
     ours, expected = (scheduled(world, engine, name) for engine in (stage, "baseline:AverageAfterBackward"))
     assert same_bits(ours[0], expected[0])
     assert ours[1] == expected[1]
+
+
+@functools.cache
+def counted(world, engine, optimizer):
+    """Weights and options after some steps of an optimizer that counts; bytes sent in the last, and predicted."""
+    made, sent = make_engine(engine, optimizer=optimizer, clip_norm=1.0), None
+    for index in range(5):
+        if hasattr(made, "comm"):
+            made.comm.traffic.reset()
+        train_step(made, world, index)
+        if hasattr(made, "comm"):
+            sent = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
+    made.synchronize()
+    return made.full_state_dict(), {n: v for n, v in made.optimizer.param_groups[0].items() if n != "params"}, sent
+
+
+COUNTING = pytest.mark.parametrize("optimizer", [CountsInItsGroup, ScheduleFree])
+FOUR = pytest.mark.ranks(4)  # as hybrid sharding has two nodes
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.seven
+@COUNTING
+def test_an_optimizer_may_count_in_its_options(world, engine, optimizer):
+    """A step of several shards counts once."""
+    ours, expected = (counted(world, name, optimizer) for name in (engine, "baseline:AverageAfterBackward"))
+    assert same_bits(ours[0], expected[0])
+    assert ours[1] == expected[1]
+    assert ours[2][0] == ours[2][1]
+
+
+@FOUR
+@COUNTING
+def test_an_optimizer_may_count_in_hybrid_sharding(world, optimizer):
+    test_an_optimizer_may_count_in_its_options(world, "replicated:Pairs", optimizer)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.seven
+def test_what_an_optimizer_estimates_is_refused_by_name_when_it_first_differs(world, engine):
+    """On every rank, though a rank's own shards may come out alike. What the door sees of it is refused there."""
+    made = make_engine(engine, optimizer=functools.partial(Estimates, after=30))
+    with pytest.raises(InputError, match=r"^'d' of group 0 .+ came out as .+ and .+ from (two shards|ranks)"):
+        for index in range(40):
+            train_step(made, world, index)
+            made.synchronize()
+    assert index == 30
+
+
+@pytest.mark.parametrize("name", ["stage1_os", "stage2_grad"])
+def test_ranks_that_step_one_shard_each_compare_what_it_made_of_options(world, name):
+    with pytest.raises(InputError, match=r"'lr' of group 0 .+ came out as 0.1 and 0.05 from ranks 0 and 1:"):
+        made = make_engine(name, optimizer=CountsInItsGroup, bucket_mb=25)
+        assert len(made.buckets) == 1
+        made.optimizer.param_groups[0]["step"] = world.rank
+        train_step(made, world)
+
+
+@FOUR
+def test_what_an_optimizer_estimates_is_refused_in_hybrid_sharding(world):
+    test_what_an_optimizer_estimates_is_refused_by_name_when_it_first_differs(world, "replicated:Pairs")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.seven
+def test_states_and_a_tensor_for_a_rate_come_back_as_they_were(world, engine, precision):
+    """From a snapshot, and in the engine that continues: dtypes, and the rate that a scheduler fills in place."""
+    made = make_engine(engine, optimizer=Narrow, precision=precision)
+    scheduler = lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
+    train_step(made, world, 0)
+    scheduler.step()
+    snapshot, ended = made.snapshot(), []
+    for run in range(3):
+        if run == 1:
+            made.restore(snapshot)
+        if run == 2:
+            made.restore(snapshot)
+            old, made = made, make_engine(engine, optimizer=Narrow, precision=precision, seed=1)
+            made.continue_from(old)
+        train_step(made, world, 1)
+        if run < 2:
+            scheduler.step()  # only fills the rate
+        ended.append(made.full_state_dict())
+    assert same_bits(ended[0], ended[1])
+    assert same_bits(ended[0], ended[2])
+
+
+BEGIN = {
+    "AdamW": UNFUSED,
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.3),  # has states when built
+    "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),  # has no count
+    "Rprop": torch.optim.Rprop,
+}
+LATER = ("blocks.1", "blocks.0.weight", "head.bias")  # frozen at first, some beside what is trained
+
+
+def with_frozen(world, engine, frozen, optimizer, precision, bucket_mb):
+    torch.manual_seed(0)
+    module = Net(block=lambda: nn.Linear(WIDTH, WIDTH)).to(world.device)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(LATER)))
+    return make_engine(engine, module, optimizer, precision=precision, bucket_mb=bucket_mb)
+
+
+def states_taken_along(new, old):
+    """What continue_from does, for a baseline."""
+    for name, parameter in new.module.named_parameters():
+        before = old.module.get_parameter(name)
+        parameter.data.copy_(before.data)
+        new.masters[parameter].data.copy_(old.masters.get(before, before).data)
+        if before in old.masters:
+            new.optimizer.state[new.masters[parameter]] = old.optimizer.state[old.masters[before]]
+
+
+@functools.cache
+def thawed(world, engine, optimizer, precision, bucket_mb, folder=None):
+    """Weights after steps with frozen parameters and steps with all: in a row, and also by way of other states."""
+    made = functools.partial(with_frozen, world, engine)
+    old, new = made(True, BEGIN[optimizer], precision, bucket_mb), made(False, BEGIN[optimizer], precision, bucket_mb)
+    for index in range(3):
+        step(old, inputs_of(world, index))
+    if folder is None:
+        states_taken_along(new, old)
+    else:
+        new.continue_from(old)
+        before = new.snapshot()
+        step(new, inputs_of(world, 9))
+        new.restore(before)
+        loaded = made(False, BEGIN[optimizer], precision, bucket_mb)
+        for index, path in enumerate((folder / "before a step", folder / "after one")):
+            new.save(path)
+            loaded.load(path)
+            new, loaded = loaded, new
+            step(new, inputs_of(world, 3 + index))
+            assert new.model_state_bytes() == new.predicted_model_state_bytes()
+        again = made(False, BEGIN[optimizer], precision, bucket_mb)
+        again.continue_from(new)
+        new = again
+    for index in range(3 if folder is None else 5, 6):
+        step(new, inputs_of(world, index))
+    return new.full_state_dict()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.seven
+@pytest.mark.parametrize("bucket_mb", [1e-4, 25])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", BEGIN)
+def test_a_parameter_that_is_thawed_begins_as_torch_begins_it(world, tmp_path, engine, optimizer, precision, bucket_mb):
+    """Whatever else lies in its bucket: by continue_from, restore and load, before its first step and after it."""
+    ours = thawed(world, engine, optimizer, precision, bucket_mb, tmp_path)
+    assert same_bits(ours, thawed(world, "baseline:AverageAfterBackward", optimizer, precision, bucket_mb))
+
+
+@FOUR
+@pytest.mark.parametrize("optimizer", BEGIN)
+def test_a_thawed_parameter_begins_so_in_hybrid_sharding(world, tmp_path, optimizer):
+    test_a_parameter_that_is_thawed_begins_as_torch_begins_it(
+        world, tmp_path, "replicated:Pairs", optimizer, "bf16", 25
+    )
 
 
 def test_gradients_from_before_the_engine_do_not_count(world, stage):
@@ -97,7 +259,7 @@ def of_one_rank(module, world):
 @pytest.mark.seven
 @torch.no_grad()
 def test_all_ranks_evaluate_by_the_buffers_of_rank_0_whichever_wrote_some(world, engine):
-    """After each kind of write to a buffer, outside gathered() and within."""
+    """After each kind of write to a buffer, and when gathered() begins; within it each rank has its own."""
     made, seen = small_engine(world, engine, make=lambda: Net(block=Counting)), {}
     x = inputs_of(world, 0) * 0 + 1
     made.eval()(x)
@@ -108,9 +270,10 @@ def test_all_ranks_evaluate_by_the_buffers_of_rank_0_whichever_wrote_some(world,
         made(x)
         assert made.comm.traffic.by_collective().get("broadcast", 0) == sent  # nothing was written
         with made.gathered():
-            if write is not of_one_rank:
-                write(made.module, world)
             seen[f"within gathered() after {write.__name__}"] = made(x)
+            write(made.module, world)
+            assert torch.equal(made(x), made.module(x))
+        seen[f"when gathered() ended after {write.__name__}"] = made(x)
         write(made.module, world)
         seen |= {f"{name} after {write.__name__}": value for name, value in made.full_state_dict().items()}
     with made.gathered():

@@ -3,13 +3,11 @@
 import gc
 import json
 import os
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from machine import PATIENCE
+from commands import run
 from places import ROOT
 from training import ALL, inputs, small_engine
 from trap_models import Net, step
@@ -24,13 +22,9 @@ ENDS = ("after_a_step", "after_a_forward", "after_destroying_the_group", "in_a_c
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 def test_a_program_ends_cleanly_whatever_it_called_last(tmp_path, stage):
     programs = [f"{stage}:{end}" for end in ENDS]
-    command = [sys.executable, "tests/programs/programs_that_end.py", tmp_path, *programs]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
-    )
-    codes = json.loads(ended.stdout)
-    assert codes == {program: [0, 0] for program in programs}
+    ended = run("tests/programs/programs_that_end.py", tmp_path, *programs, PYTHONPATH=str(ROOT))
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {program: [0, 0] for program in programs}
     assert "terminate" not in ended.stderr
 
 

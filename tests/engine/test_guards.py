@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from optimizers import Estimates
 from torch import nn
 from torch.optim import lr_scheduler
 from training import ENGINES, STAGES, UNFUSED, inputs, make_engine, message_in_step, message_of, same_bits, small_engine
@@ -200,6 +201,8 @@ def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, e
         model = copy.deepcopy(old.module)
     make = functools.partial(small_engine, world, other or engine, precision, bucket_mb=1e-4)
     same = make(lambda: copy.deepcopy(model))
+    unlike = {"SGD": functools.partial(torch.optim.SGD, lr=0.1), "AMSGrad": functools.partial(UNFUSED, amsgrad=True)}
+    unlike = {name: make(lambda: copy.deepcopy(model), optimizer=optimizer) for name, optimizer in unlike.items()}
     model.blocks.append(Block())
     grown = make(lambda: model)
     for made in (same, grown):
@@ -212,6 +215,70 @@ def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, e
         step(made, inputs(world, 5))
     assert same_bits(old.full_state_dict(), same.full_state_dict())
     assert not torch.equal(grown.full_state_dict()["head.bias"], kept["head.bias"])
+    said = "the old engine's optimizer is torch.optim.adamw.AdamW, and this one's is torch.optim.sgd.SGD; give the same"
+    assert message_of(unlike["SGD"].continue_from, old) == said
+    said = (
+        "has the states exp_avg, exp_avg_sq, step, and this one's exp_avg, exp_avg_sq, max_exp_avg_sq, step; give the"
+    )
+    assert said in message_of(unlike["AMSGrad"].continue_from, old)
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("schedule", [lr_scheduler.ExponentialLR, lr_scheduler.LambdaLR])
+def test_a_scheduler_goes_on_with_the_new_engine_and_the_old_one_is_told(world, engine, schedule, rate):
+    """A new one takes the old one's state before `continue_from`, which brings the rate. The old engine may go on."""
+    by = 0.5 if schedule is lr_scheduler.ExponentialLR else (lambda step: 0.5**step)
+    adamw = functools.partial(torch.optim.AdamW, lr=rate, foreach=False, capturable=False)
+    old, new = (small_engine(world, engine, optimizer=adamw) for _ in range(2))
+    before, after = (schedule(made.optimizer, by) for made in (old, new))
+    rates = []
+
+    def go(made, scheduler, index):
+        step(made, inputs(world, index))
+        scheduler.step()
+        rates.append(float(made.optimizer.param_groups[0]["lr"]))
+
+    go(old, before, 0)
+    go(old, before, 1)
+    after.load_state_dict(before.state_dict())
+    new.continue_from(old)
+    said = message_of(before.step)
+    assert said.startswith("'lr' is set in the optimizer of an engine that another one continues from")
+    go(new, after, 2)
+    go(new, after, 3)
+    assert rates == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+    step(old, inputs(world, 2))
+    before.step()
+    assert float(old.optimizer.param_groups[0]["lr"]) < 0.025
+
+
+@pytest.mark.seven
+def test_a_group_takes_over_the_options_of_the_group_that_its_parameters_come_from(world, engine):
+    """As the rate that a scheduler has set. One whose parameters come from two groups, or none, keeps its own."""
+
+    def made(groups, lr):
+        module = Net().to(world.device)
+        listed = [{"params": [module.get_parameter(name) for name in names]} for names in groups(module)]
+        adamw = functools.partial(torch.optim.AdamW, lr=lr)
+        return make_engine(engine, module, adamw, param_groups=listed), module
+
+    def two(module):
+        names = [name for name, _ in module.named_parameters()]
+        return names[:2], names[2:]
+
+    def mixed(module):
+        names = [name for name, _ in module.named_parameters()]
+        return names[:1], names[1:]
+
+    old, _ = made(two, 0.1)
+    step(old, inputs(world, 0))
+    for group, rate in zip(old.optimizer.param_groups, (0.03, 0.04), strict=True):
+        group["lr"] = rate
+    for groups, rates in ((two, [0.03, 0.04]), (mixed, [0.03, 0.1])):
+        new, _ = made(groups, 0.1)
+        new.continue_from(old)
+        assert [group["lr"] for group in new.optimizer.param_groups] == rates
 
 
 def a_gradient_of_a_gradient(engine, x):
@@ -460,14 +527,83 @@ def centralizes(dimensions):
     return sgd(centralize)
 
 
-class CountsInItsGroup(torch.optim.SGD):
-    """Counts calls of `step` in the group, as Apex's FusedAdam does, and takes ever smaller steps."""
+class CountsBeside(torch.optim.SGD):
+    """Counts calls of `step` in the optimizer itself, and takes ever smaller steps."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.calls
+        super().step()
+
+
+class Maximum(torch.optim.SGD):
+    """After some steps, divides a gradient by the largest element that it finds in the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for gradient in (parameter.grad for group in self.param_groups for parameter in group["params"]):
+            self.calls = getattr(self, "calls", 0) + 1
+            gradient.div_(gradient.abs().max() if self.calls > 20 else 1.0)
+        super().step()
+
+
+class RemembersNorms(torch.optim.SGD):
+    """Enlarges a gradient that is smaller than earlier ones were, as AdaNorm does."""
+
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            norm, state = parameter.grad.norm(), self.state[parameter]
+            state["mean"] = 0.95 * state.get("mean", 0.0) + 0.05 * norm
+            parameter.grad.mul_((state["mean"] / norm).nan_to_num(1.0).clamp(min=1.0))
+        super().step()
+
+
+class NotesNorms(torch.optim.SGD):
+    """Keeps a norm in its group, though no step has used it yet."""
 
     def step(self, closure=None):
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            group["lr"] = 0.1 / group["step"]
+            group["norm"] = nn.utils.get_total_norm([parameter.grad for parameter in group["params"]]).item()
         super().step()
+
+
+class Projects(torch.optim.SGD):
+    """Keeps the length of a matrix whose gradient is nearly perpendicular to it, as SGDP does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            along = (parameter * parameter.grad).sum() / parameter.square().sum()
+            if parameter.dim() > 1 and along.abs() * parameter.norm() < 1e-3 * parameter.grad.norm():
+                parameter.grad.sub_(along * parameter)
+        super().step()
+
+
+def rounds_by_blocks(size, whole=False):
+    """As 8-bit optimizers do, from 4,096 elements on, if they are whole blocks or in any case."""
+
+    def rounds(gradients):
+        long = [each for each in gradients if each.numel() >= 4096 and not (whole and each.numel() % size)]
+        for block in (block for gradient in long for block in gradient.split(size)):
+            scale = block.abs().amax().clamp(min=1e-12) / 127
+            block.copy_((block / scale).round() * scale)
+
+    return sgd(rounds)
+
+
+@sgd
+def takes_powers(gradients):
+    for gradient in gradients:
+        gradient.copy_(gradient.abs().pow(0.24))
+
+
+@sgd
+def adds_in_16_bits(gradients):
+    for gradient in gradients:
+        gradient.copy_(gradient.bfloat16().mul_(0.9).add_(gradient.bfloat16(), alpha=0.1))
 
 
 def decays_matrices_alone(params):
@@ -476,8 +612,35 @@ def decays_matrices_alone(params):
 
 
 LOOKS_BEYOND = {
-    "calls of its step": (CountsInItsGroup, "CountsInItsGroup steps 64 elements differently from their two halves"),
-    "what a call finds": (clips_what_a_call_finds, "Own steps 64 elements differently from their two halves"),
+    "calls of its step": (
+        CountsBeside,
+        "CountsBeside counts its steps beside .* each shard of a step would count; keep",
+    ),
+    "what a call finds": (clips_what_a_call_finds, "Own steps elements differently from their two halves"),
+    "its largest element, later": (Maximum, "Maximum steps elements differently from their two halves"),
+    "an estimate, later": (
+        Estimates,
+        "'d' of group 0 of the optimizer came out as .* from two shards: it is estimated",
+    ),
+    **{
+        f"blocks of {size}": (rounds_by_blocks(size), "Own steps elements differently from their two halves")
+        for size in (2048, 32, 16)
+    },
+    **{
+        f"whole blocks of {size}": (
+            rounds_by_blocks(size, True),
+            "Own steps whole blocks differently from parts of them",
+        )
+        for size in (2048, 128)
+    },
+    "norms of earlier steps": (RemembersNorms, "RemembersNorms steps elements differently from their two halves"),
+    "an estimate for later": (NotesNorms, "'norm' of group 0 of the optimizer came out as .* it is estimated"),
+    "angles": (Projects, "Projects steps matrices differently from the same elements flattened"),
+    "pairs": (
+        sgd(lambda gradients: gradients[0].add(gradients[-1]) is None),
+        "it fails on whole parameters: .*, and engines step flat shards of several parameters; give what each kind",
+    ),
+    "the graph": (sgd(lambda gradients: gradients[0].sum().backward()), "fails .* grad_fn.* engines step without the"),
     "no optimizer": (lambda parameters: None, "^optimizer makes a NoneType; give what makes a torch.optim.Optimizer$"),
     "decay for matrices": (
         decays_matrices_alone,
@@ -489,9 +652,14 @@ LOOKS_BEYOND = {
     },
     "NaN": (left_out(torch.isnan), "Own looks at a whole .* skip_norm= and"),
     "not finite": (left_out(lambda norm: not norm.isfinite()), "looks at a whole gradient"),
-    "large": (left_out(lambda norm: norm > 100), "looks at a whole gradient"),
+    "large": (left_out(lambda norm: norm > 1e4), "looks at a whole gradient"),
     "others": (divides_by_their_number, "Own steps two parameters differently from the same elements flattened"),
 }
+
+
+if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # else torch takes all elements one by one
+    said = "Own rounds the last elements of a tensor otherwise.*, as torch does on a CPU in powers"
+    LOOKS_BEYOND |= {"powers": (takes_powers, said), "sums in 16 bits": (adds_in_16_bits, said)}
 
 
 @pytest.mark.parametrize("case", LOOKS_BEYOND)

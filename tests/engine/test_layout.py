@@ -111,10 +111,10 @@ def test_parameters_and_gaps_fill_a_run_and_parameters_begin_at_cache_lines(memb
     for kind, same in kinds(named, groups, dtype_of).items():
         run = FlatRange(same, kind, world_size)
         flat = torch.arange(run.padded_numel)
-        assert list(run.cut(flat)) == [name for name, _ in same]
-        laid = run.cut(flat).values()
+        assert list(run.views(flat)) == [name for name, _ in same]
+        laid = run.views(flat).values()
         assert [view.shape for view in laid] == [parameter.shape for _, parameter in same]
-        assert all(torch.equal(view, run.view(flat, name)) for name, view in run.cut(flat).items())
+        assert all(torch.equal(view, run.view(flat, name)) for name, view in run.views(flat).items())
         parts = [*(view.flatten() for view in laid), *(flat[gap] for gap in run.gaps)]
         assert torch.equal(torch.cat(parts).sort().values, flat)
         assert all(slot.offset * kind.dtype.itemsize % SLOT_BYTES == 0 for slot in run.slots.values())
@@ -152,11 +152,11 @@ def test_a_whole_parameter_lies_in_one_shard_and_buckets_grow_until_shards_are_e
     found = {}
     for run in runs:
         for rank in range(world_size):
-            for here, shape in run.whole_in(run.shard(rank)):
+            for here, shape in run.undivided_in(run.shard(rank)):
                 slot = next(s for s in run.slots.values() if s.offset == run.shard(rank).start + here.start)
                 assert (slot.shape, here.stop - here.start) == (shape, slot.numel)
                 found[slot.name] = rank
-        assert len(runs) == 1 or run.padding <= PADDING
+        assert len(runs) == 1 or run.padding_ratio <= PADDING
     assert found.keys() == dict(named).keys()
 
 
@@ -175,7 +175,7 @@ def test_a_piece_is_refused_in_a_whole_group_unless_it_is_frozen():
     with pytest.raises(InputError, match="a tensor rank has but a piece of 'p0'"):
         kinds(named, groups, dtype_of)
     named[0][1].requires_grad_(False)
-    assert [kind.whole for kind in kinds(named, [{"params": [], "whole": True}], dtype_of)] == [False]
+    assert [kind.undivided for kind in kinds(named, [{"params": [], "whole": True}], dtype_of)] == [False]
 
 
 BLOCK = [(3, 1), (1, 1), (4, 1), (1, 4)]  # of a GPT, in widths
@@ -188,8 +188,8 @@ def test_one_block_dealt_by_itself_pads_its_shards_and_a_whole_model_does_not(ra
     """24 blocks; stages 0 to 2 deal them together, stage 3 each by itself."""
     named, groups, dtype_of = whole(BLOCK * 24, width=64)
     (kind, members), *_ = kinds(named, groups, dtype_of).items()
-    assert FlatRange(members[:4], kind, ranks).padding == pytest.approx(alone, abs=0.005)
-    assert FlatRange(members, kind, ranks).padding == pytest.approx(together, abs=0.005)
+    assert FlatRange(members[:4], kind, ranks).padding_ratio == pytest.approx(alone, abs=0.005)
+    assert FlatRange(members, kind, ranks).padding_ratio == pytest.approx(together, abs=0.005)
 
 
 @pytest.mark.parametrize(("bucket_bytes", "packed"), [(79, [1, 1]), (80, [2]), (39, [1, 1])])

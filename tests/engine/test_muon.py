@@ -20,28 +20,21 @@ LOOPS = {"plain": {}, "clipped": {"clip": 0.5}, "accumulated": {"number": 2}, "n
 
 
 WAYS = [(one, loop) for one in TAKERS for loop in LOOPS if loop != "no_sync" or one in STAGES[:2]]
+WAYS = [(*way, ranks) for way in WAYS for ranks in (2, 3)] + [("replicated:Pairs", "clipped", 4)]  # in two nodes
 
 
-def check_against_torch(world, one, clip=None, **loop):
-    made = muon_engine(one, clip_norm=clip)
+@pytest.mark.parametrize(("one", "loop", "world"), WAYS, indirect=["world"])
+def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(world, one, loop):
+    how = dict(LOOPS[loop])
+    made = muon_engine(one, clip_norm=how.get("clip"))
     before = made.predicted_model_state_bytes()
-    norms, weights, (measured, predicted) = by_engine(world, made, range(3), **loop)
-    expected, theirs = by_torch(world, range(3), clip=clip, **loop)
+    expected, theirs = by_torch(world, range(3), **how)
+    how.pop("clip", None)
+    norms, weights, (measured, predicted) = by_engine(world, made, range(3), **how)
     assert norms == expected
     assert same_bits(weights, theirs)
     assert measured == predicted
     assert before == measured["model_state_bytes"]
-
-
-@pytest.mark.parametrize(("one", "loop"), WAYS)
-@pytest.mark.ranks(2, 3)
-def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(world, one, loop):
-    check_against_torch(world, one, **LOOPS[loop])
-
-
-@pytest.mark.ranks(4)
-def test_replicas_of_nodes_step_the_same_matrices(world):
-    check_against_torch(world, "replicated:Pairs", clip=0.5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -194,6 +187,10 @@ def test_groups_that_muon_cannot_step_are_refused_by_name(world, whole, said):
     module = one_matrix()
     groups = [{"params": list(module.parameters()), "whole": whole}]
     assert said in message_of(make_engine, "stage0_ddp", module, OPTIMIZER, param_groups=groups)
+    groups = [{"params": [], "whole": True}, {"params": list(module.parameters())}]
+    assert 'group 0 is "whole" and lists no' in message_of(
+        make_engine, "stage0_ddp", module, OPTIMIZER, param_groups=groups
+    )
 
 
 def test_muon_takes_matrices_inside_layers_and_adamw_the_rest():

@@ -265,21 +265,6 @@ def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan
         assert message_of(call) == (gone if stage == "stage3_param" else None)
 
 
-def test_weights_are_averaged_alike_in_every_stage(world):
-    """An exponential moving average, as in `AveragedModel`."""
-    averages = []
-    for stage in STAGES:
-        made = small_engine(world, stage)
-        with made.gathered():
-            averages.append(torch.optim.swa_utils.AveragedModel(made.module))
-        for index in range(2):
-            step(made, inputs(world, index))
-            with made.gathered():
-                averages[-1].update_parameters(made.module)
-    first, *others = [average.state_dict() for average in averages]
-    assert all(same_bits(first, other) for other in others)
-
-
 # ---- weights that the graph remembers, in all engines that free them ------------------------------------------------
 
 SETTINGS = [  # each part of a Scene; a case takes one of them

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections import Counter, OrderedDict, namedtuple
+import operator
+from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
 from late_lanes import on_lane
 from torch import nn
-from training import ADAMW, BUCKET_MB, batch_loss, inputs, message_of, same_bits, small_engine
+from training import ADAMW, BUCKET_MB, batch_loss, inputs, message_of, small_engine
 from trap_models import CASES, RECOMPUTE, Block, Net, Quantized, Rooted, Stop, around_each, chain, loss, net, step
 
 from common import models
@@ -23,20 +24,12 @@ from stage3_param import Engine
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("case", ["plain", "root", "alternating", "reentrant: routed, around two"])
-def test_without_keep_last_stage_3_has_the_bits_of_stage_0(world, case):
-    """The equivalence matrix has the default."""
-    make, run = CASES[case]
-    freeing = small_engine(world, "stage3_param", make=make, keep_last=False, steps=3, run=run)
-    whole = small_engine(world, "stage0_ddp", make=make, steps=3, run=run)
-    assert same_bits(freeing.full_state_dict(), whole.full_state_dict())
-
-
 # ---- bytes sent, units alive --------------------------------------------------------------------------------------
 
 
 RUN_ONCE = ["plain", "root", "tied", "frozen", "frozen ends", "routed", "appending", "one linear", "nested lists"]
 RUN_ONCE += [f"passing on {used}" for used in ([2], [0, 1, 2])] + [f"{kind}: routed" for kind in RECOMPUTE]
+RUN_ONCE += ["inputs require grad"]  # the output of a frozen stem does, for adapters under checkpoints
 
 
 @pytest.mark.parametrize("keep_last", [True, False])
@@ -85,26 +78,14 @@ def test_bytes_of_an_odd_step_are_those_predicted(world, engine, odd_step):
 
 
 class Watched(Engine):
-    """Counts gathers, and the units that are whole yet neither in forward nor in backward."""
+    """Counts the units that are whole yet neither in forward nor in backward."""
 
-    def __init__(self, *args, **options):
-        self.gathers, self.idle = Counter(), 0
-        super().__init__(*args, **options)
+    idle = 0
 
     def gather(self, unit):
-        self.gathers[unit.name] += not unit.gathered
         super().gather(unit)
         whole = [unit for unit in self.units if any(b.full_parameters.untyped_storage().nbytes() for b in unit.buckets)]
         self.idle = max(self.idle, sum(not unit.depth and not unit.open for unit in whole))
-
-
-def test_no_gather_is_in_vain(world):
-    engine = Watched(CASES["alternating"][0]().to(world.device), ADAMW)
-    for index in range(3):
-        engine.gathers.clear()
-        step(engine, inputs(world, index))
-    calls = {"stem": 2, "blocks.0": 6, "blocks.1": 4, "blocks.2": 2, "head": 1}  # each forward, each backward
-    assert engine.gathers == calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,10 +334,6 @@ def again_and_again(how, blocks, x):
     return chain([functools.partial(how, blocks[k]) for k in (0, 1, 0, 2, 1, 0)], x)
 
 
-def plainly(block, x):
-    return block(x)
-
-
 def frozen_between():
     made = Net(block=Moody)
     made.blocks[1].requires_grad_(False)
@@ -365,7 +342,7 @@ def frozen_between():
 
 MODELS = {"chain": net(block=Moody), "towers": net(towers, block=Moody), "frozen between": frozen_between}
 MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=Moody) for kind in RECOMPUTE}
-MODELS |= {"rooted": functools.partial(Rooted, block=Moody), "B A B": net(again_and_again, plainly, block=Moody)}
+MODELS |= {"rooted": functools.partial(Rooted, block=Moody), "B A B": net(again_and_again, operator.call, block=Moody)}
 MODELS |= {f"B A B, {kind}": net(again_and_again, RECOMPUTE[kind], block=Moody) for kind in RECOMPUTE}
 MOODS = ("rests", "ends", "is run without gradients")
 GRAPHS = {  # name -> (model, what the last rank's blocks do in turn, or which outputs the losses take)

@@ -4,8 +4,10 @@ import itertools
 import math
 import re
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from training import ADAMW, inputs, make_engine, message_in_step, message_of, sa
 from common.engine.validation import check_model, check_types
 from common.engines import find_engine
 from common.errors import InputError
+from offload import opening
 
 
 def a_model(world, *names, narrow=5, then=lambda module: None):
@@ -73,8 +76,8 @@ CASES = {  # case: (what the engine is given on a rank, what the message begins 
     "an optimizer": (options(optimizer=optim.AdamW([torch.zeros(1)])), NOT_A_FACTORY),
     "no optimizer": (options(optimizer=None), NOT_A_FACTORY),
     "LBFGS": (options(optimizer=optim.LBFGS), NEEDS_A_LOSS),
-    "Adafactor": (options(optimizer=optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps 64 elements diff")),
-    "Muon": (options(optimizer=optim.Muon), NOT_ELEMENTWISE.format("it fails on a flat shard: .*2D")),
+    "Adafactor": (options(optimizer=optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps elements diff")),
+    "Muon": (options(optimizer=optim.Muon), r'.*it fails on a flat shard: .*2D.*see as matrices in a .* "whole": True'),
     "no learning rate": (at_rate(math.nan), "the optimizer cannot be built: Invalid learning rate: nan"),
     "none, which torch takes": (at_rate(math.nan, optim.SGD), "the optimizer's lr is nan; give a finite learning rate"),
     "an infinite learning rate": (at_rate(math.inf), "the optimizer's lr is inf"),
@@ -191,6 +194,41 @@ def test_an_option_of_another_type_is_refused_by_name_on_every_rank(world, name,
     assert says(message_in_step(find_engine(name), a_model(world), optim.SGD, **given), f"{option}[= ]{value!r}: ")
 
 
+CAPTURABLE = partial(optim.AdamW, lr=1e-3, capturable=True)
+BAD = [  # an engine, its options, the message; "there" is what the machine has
+    ("offload", {"ratio": 1.5}, "ratio=1.5"),
+    ("offload", {"ratio": math.nan}, "ratio=nan"),
+    ("offload", {"warmup_steps": -1}, "warmup_steps=-1"),
+    ("offload", {"warmup_steps": 3}, "without delayed_update there is nothing to put off"),
+    ("offload", {"optimizer": CAPTURABLE}, "the optimizer cannot step on the host"),
+    ("offload", {"there": {"available": 1000}}, "GB of shared memory for 2 ranks of a machine and finds 1e-06 GB"),
+    ("offload", {"there": {"private_left": 1000}}, "RLIMIT_DATA leaves 0 MB for the device's part"),
+    ("offload.nvme", {"path": "/nowhere"}, "there is no such folder"),
+    ("offload.nvme", {"path": "/proc"}, "no file can be made there"),
+    ("offload.nvme", {"tiers": "tape"}, "give one of device, cpu, nvme"),
+    ("offload.nvme", {"tiers": {"parameters": "cpu"}}, "one for each of parameters, gradients, optimizer"),
+    ("offload.nvme", {"sub_group_mb": 0}, "sub_group_mb=0"),
+    ("zeropp", {"ranks_per_node": 3}, "ranks_per_node 3"),
+    ("zeropp", {"ranks_per_node": 0}, "ranks_per_node 0"),
+    ("zeropp", {"block": 5}, "block 5"),
+    ("zeropp", {"block": 0}, "block 0"),
+    ("zeropp", {"error_feedback": True, "quantize_gradients": False}, "error_feedback"),
+    ("zeropp.hybrid", {"ranks_per_node": 3}, "2 ranks cannot be divided into nodes of that size"),
+    ("zeropp.hybrid", {"ranks_per_node": 0}, "ranks_per_node 0"),
+    ("zeropp.hybrid", {"defer_all_reduce": "last"}, "defer_all_reduce='last': give True or False"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "said"), BAD)
+def test_options_that_make_no_sense_are_refused_on_every_rank_in_one_line(world, name, given, said):
+    options = dict(given)
+    there = {name: lambda value=value: value for name, value in options.pop("there", {}).items()}
+    if "private_left" in there and world.device.type == "cuda":
+        return  # what the device takes is not the host's
+    with mock.patch.multiple(opening, **there) if there else nullcontext():
+        assert says(message_in_step(make_engine, name, **options), f".*{re.escape(said)}")
+
+
 def test_a_bool_is_no_number_and_numpys_numbers_are():
     kinds, right = {"whole": int, "number": float, "switch": bool}, {"whole": 1, "number": 1, "switch": True}
     for given in ({}, {"whole": np.int64(3), "number": np.float32(0.5)}):
@@ -231,6 +269,23 @@ def buffer(make):
     return made
 
 
+def attribute(make):
+    """A model with a plain attribute made of its first weight."""
+
+    def made():
+        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        module.own = make(module[0].weight)
+        return module
+
+    return made
+
+
+VIEWS = {
+    "a row": lambda w: w[0],
+    "detached": lambda w: w.detach(),
+    "transposed in a list": lambda w: [w.t()],
+    "its data in a dict": lambda w: {"cache": (w.data,)},
+}
 SHARE = "parameter '1.weight' and parameter '0.weight' share memory, and would come apart: share one nn.Param"
 VIEW = "parameter '0.weight' and buffer 'own' share memory, and would come apart"
 EXPANDED = "'1.weight' is expanded: several of its"
@@ -257,6 +312,8 @@ KEPT_BY_NONE = {
     "frozen where the other is not": (second(lambda w: w, trainable=False), SHARE),
     "a buffer": (buffer(lambda w: w), VIEW),
     "a part as buffer": (buffer(lambda w: w[1:2]), VIEW),
+    **{f"as attribute, {what}": (attribute(make), VIEW.replace("buffer", "attribute")) for what, make in VIEWS.items()},
+    "a gradient of one's own": (attribute(lambda w: setattr(w, "main_grad", w.detach())), "'0.weight' has a main_grad"),
 }
 
 
@@ -310,6 +367,22 @@ def train_shared(world, engine, how, folder):
     state = made.full_state_dict()
     assert torch.equal(state["head.weight"], state["stem.weight"])
     return state
+
+
+ATTRIBUTES = {
+    "the Parameter itself, and a copy": lambda module: {"own": [module.weight], "copy": module.weight[0].clone()},
+    "what a hook sets anew": lambda module: vars(nn.utils.spectral_norm(module)),
+}
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("what", ATTRIBUTES)
+def test_attributes_that_stay_right_are_taken(world, engine, what):
+    module = nn.Linear(6, 6)
+    vars(module).update(ATTRIBUTES[what](module))
+    made = make_engine(engine, module, optim.SGD)
+    made.backward(made(inputs(world, 0)).square().mean())
+    assert not made.step().skipped
 
 
 @pytest.mark.seven

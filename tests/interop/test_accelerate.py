@@ -122,14 +122,12 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters())
 
 
-def stepped(accelerator):
-    model = nn.Linear(2, 2)
-    optimizer = adamw(model)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    accelerator.prepare(model, optimizer)
+def twice(accelerator, parameters):
+    accelerator.clip_grad_norm_(parameters(), 0.05)
+    accelerator.clip_grad_norm_(parameters(), 0.1)
 
 
+PARTS = "^clip_grad_norm_: .* within engine.gradients"
 REFUSED = {
     "fp16": (prepared, {"mixed_precision": "fp16"}, "fp16"),
     "two precisions": (prepared, {"mixed_precision": "bf16", "engine_options": {"precision": "bf16"}}, "choose one"),
@@ -137,9 +135,11 @@ REFUSED = {
     "two models": (lambda a: (prepared(a), prepared(a)), {}, "call free_memory"),
     "prepare_model": (lambda a: a.prepare_model(nn.Linear(2, 2)), {}, "^prepare_model: .* its one optimizer"),
     "prepare_optimizer": (lambda a: a.prepare_optimizer(adamw(nn.Linear(2, 2))), {}, "^prepare_optimizer: "),
-    "an optimizer that has stepped": (stepped, {}, "has states already"),
     "values clipped": (lambda a: a.clip_grad_value_([], 1.0), {}, "^clip_grad_value_"),
-    "a norm of 0": (lambda a: prepared(a) and a.clip_grad_norm_([], 0.0), {}, "^clip_norm=0.0"),
+    "a norm of 0": (lambda a: a.clip_grad_norm_(prepared(a)[0].parameters(), 0.0), {}, "^clip_norm=0.0"),
+    "a part clipped": (lambda a: a.clip_grad_norm_(prepared(a)[0].get_submodule("1").parameters(), 1.0), {}, PARTS),
+    "others clipped": (lambda a: a.clip_grad_norm_([*prepared(a)[0].parameters(), nn.Parameter()], 1.0), {}, PARTS),
+    "clipped twice": (lambda a: twice(a, prepared(a)[0].parameters), {}, "one step clips once, .* by .0.05, 2.0."),
     "weights written": (lambda a: prepared(a)[0].load_state_dict({}), {}, "^load_state_dict"),
     "no folder": (lambda a: prepared(a) and a.load_state(), {}, "needs the folder"),
 }

@@ -242,7 +242,6 @@ SPOILED = {  # words of the message -> what is done to the state
     "'last.bias' is twice in": with_((*GROUPS, 0, "params"), ["last.weight", "last.empty", "last.bias"]),
     "'gone', which is no parameter here": with_((*GROUPS, 1, "params"), ["gone"]),
     "parameter 'last.bias' is floating, of shape [5], fr": with_((*GROUPS, 1, "params"), []),
-    "'step' of 'last.weight' and 'last.empty' differ there": with_((*WEIGHT, "step"), torch.tensor(9.0)),
     "belongs to no parameter here; save what torch's get_state_dict returns": numbered,
     "holds the model twice, as 'ema.' and as": lambda state: state.update(ema=dict(state["model"])),
     "it holds the options of 2 optimizers": lambda state: state.update(other=state["optim"]),

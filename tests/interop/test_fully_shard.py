@@ -253,13 +253,18 @@ def test_unshard_gathers_a_modules_own_unit_and_reshard_frees_it(world):
     assert seen == [[False, True, False], [False, False, False], [True, False, False]]
 
 
-def test_a_run_goes_on_from_the_engines_checkpoint(world, tmp_path):
+def test_a_run_goes_on_from_the_engines_checkpoint_or_snapshot(world, tmp_path):
     model, optimizer = built()
     trained(model, optimizer)
     optimizer.param_groups[0]["lr"] = 5e-3
     engine_behind(model).save(tmp_path / "checkpoint")
+    kept = engine_behind(model).snapshot()
     trained(model, optimizer)
     whole = engine_behind(model).full_state_dict()
+    optimizer.param_groups[0]["lr"] = 1.0
+    engine_behind(model).restore(kept)
+    trained(model, optimizer)
+    assert same_bits(whole, engine_behind(model).full_state_dict())
     model, optimizer = built()
     engine_behind(model).load(tmp_path / "checkpoint")
     trained(model, optimizer)

@@ -1,14 +1,17 @@
 """Hugging Face's and Lightning's words: tests without the libraries, and the page, if they are installed."""
 
+import copy
 import importlib
 import importlib.metadata
 import math
 import re
 import sys
 import tomllib
+import types
 from functools import partial
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from commands import run
@@ -16,9 +19,9 @@ from places import ROOT
 from torch import nn
 from training import SEVEN, same_bits
 
-from common.engines import find_engine
+from common.engines import ENGINES, find_engine
 from common.errors import InputError
-from interop.wrapped import TRIED, Model, Optimizer, engine_for, tried
+from interop.wrapped import TRIED, Model, Optimizer, engine_for, factory_of, tried
 
 PAGE = (ROOT / "interop/HUGGING_FACE.md").read_text()
 IN_ORDER = ("trainer", "accelerate", "fabric", "lightning")
@@ -51,11 +54,29 @@ def test_a_version_that_was_not_tried_is_said_in_one_line():
         tried("peft")
 
 
-def test_the_page_and_the_extra_name_the_versions_that_were_tried():
+def test_the_page_names_every_engine_and_as_the_extra_does_the_versions_that_were_tried():
     page = " ".join(PAGE.split())
     assert all(f"{name} {version}" in page for name, version in TRIED.items())
+    assert all(f"`{name}`" in page for name in ENGINES)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {f"{name}=={version}" for name, version in TRIED.items()} == set(extras["words"])
+
+
+class Clamped(torch.optim.Adagrad):
+    """It is built with states, and clamps gradients by a tensor in a table, an array, a default and a method."""
+
+    def __init__(self, params, most=1.0, **options):
+        super().__init__(params, **options)
+        self.table, self.rule = {"most": torch.tensor(most)}, self.clamped
+        self.most, self.defaults["least"] = numpy.array([most, most]), -most
+
+    def clamped(self, gradient):
+        return gradient.clamp(self.defaults["least"], min(self.table["most"].item(), *self.most))
+
+    def step(self, closure=None):
+        for weights in (weights for group in self.param_groups for weights in group["params"]):
+            weights.grad = None if weights.grad is None else self.rule(weights.grad)
+        return super().step(closure)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -65,13 +86,14 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
     for wrapped in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).to(world.device)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model[0].bias.requires_grad_(False)  # torch's optimizers take it
+        own = Clamped(model.parameters(), 1e-3, lr=1e-2)
         if wrapped:
-            engine = engine_for(name, model, adamw, {"clip_norm": 0.5})
-            called, optimizer = Model(engine), Optimizer(engine, adamw)
+            engine = engine_for(name, model, own, {"clip_norm": 0.5})
+            called, optimizer = Model(engine), Optimizer(engine, own)
         else:
-            engine = called = find_engine(name)(model, partial(torch.optim.AdamW, lr=1e-2), clip_norm=0.5)
-        rates = torch.optim.lr_scheduler.StepLR(adamw if wrapped else engine.optimizer, 2, 0.5)  # the script's own
+            engine = called = find_engine(name)(model, partial(Clamped, most=1e-3, lr=1e-2), clip_norm=0.5)
+        rates = torch.optim.lr_scheduler.StepLR(own if wrapped else engine.optimizer, 2, 0.5)  # the script's own
         losses = []
         for step in range(4):
             torch.manual_seed(10 * step + world.rank)
@@ -87,13 +109,67 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
             losses.append((loss.item(), norm.item() if step % 2 else None, engine.optimizer.param_groups[0]["lr"]))
         told.append((losses, engine.full_state_dict()))
     clip, closed = optimizer.clip, partial(optimizer.step, lambda: loss)
-    for act in (adamw.step, optimizer.state_dict, closed, partial(clip, 0.0), partial(clip, 1.0, 3.0)):
+    for act in (own.step, optimizer.state_dict, closed, partial(clip, 0.0), partial(clip, 1.0, 3.0)):
         with pytest.raises((InputError, RuntimeError)):
             act()
     assert called.get_submodule("0").in_features == 16  # another attribute of the model
     (losses, weights), (ours, other) = told
     assert losses == ours
     assert same_bits(weights, other)
+
+
+def stepped(optimizer):
+    for weights in optimizer.param_groups[0]["params"]:
+        weights.grad = torch.ones_like(weights)
+    optimizer.step()
+
+
+SGD, AdamW, Adagrad = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad
+LOST = {  # words of the message -> what is done with an optimizer before an engine gets it
+    "'slow' of this SGD holds parameters": (SGD, lambda o: setattr(o, "slow", {o.param_groups[0]["params"][0]: 1})),
+    "'log' of this SGD .* cannot be copied": (SGD, lambda o: setattr(o, "log", sys.stderr)),
+    "the step of this SGD was replaced": (SGD, lambda o: setattr(o, "step", types.MethodType(print, o))),
+    "this AdamW has states already": (AdamW, stepped),
+    "this Adagrad has states already": (Adagrad, stepped),
+    "this SGD has states already": (SGD, lambda o: o.state.update(count=1)),
+    "a hook of the optimizer's step": (SGD, lambda o: o.register_step_post_hook(print)),
+}
+
+
+@pytest.mark.parametrize("words", LOST)
+def test_what_an_optimizer_would_lose_is_named(words):
+    make, act = LOST[words]
+    given = make(nn.Linear(4, 4).parameters(), lr=0.1)
+    act(given)
+    with pytest.raises(InputError, match=words):
+        factory_of(given)
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_the_scripts_scheduler_sets_the_rates_whatever_made_new_groups(world, tmp_path, name):
+    model = nn.Linear(4, 4).to(world.device)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, rates = engine_for(name, model, given, {}), torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
+    optimizer = Optimizer(engine, given)
+
+    def step():
+        engine.backward(engine(torch.ones(1, 4, device=world.device)).sum())
+        optimizer.step()
+        rates.step()
+        return {of.param_groups[0]["lr"] for of in (given, optimizer, engine.optimizer)}
+
+    assert step() == {0.05}
+    kept = engine.snapshot()
+    engine.save(tmp_path)
+    for back in (partial(engine.restore, kept), partial(engine.load, tmp_path)):
+        assert step() == {0.025}
+        back()
+    assert step() == {0.025}
+    with engine.gathered():
+        other = copy.deepcopy(model)
+    engine_for(name, other, torch.optim.SGD(other.parameters(), lr=0.1), {}).continue_from(engine)
+    with pytest.raises(InputError, match="that another one continues from"):
+        rates.step()
 
 
 @pytest.mark.parametrize("name", SEVEN)

@@ -73,7 +73,7 @@ def module_of(**changed):
     return Module()
 
 
-def trainer_of(ranks, name, options=None, saves_to=None, **given):
+def trainer_of(ranks, name, options=None, saves_to=None, calls=(), **given):
     from lightning.pytorch import Trainer  # noqa: PLC0415
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
     from lightning.pytorch.strategies import DDPStrategy  # noqa: PLC0415
@@ -83,7 +83,12 @@ def trainer_of(ranks, name, options=None, saves_to=None, **given):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     strategy = DDPStrategy() if name is None else ZeroStrategy(name, **(options or {}))
     saves = [ModelCheckpoint(saves_to, monitor="validated", save_top_k=-1)] if saves_to else []
-    loops = {"max_epochs": EPOCHS, "num_sanity_val_steps": 1, "enable_checkpointing": bool(saves), "callbacks": saves}
+    loops = {
+        "max_epochs": EPOCHS,
+        "num_sanity_val_steps": 1,
+        "enable_checkpointing": bool(saves),
+        "callbacks": [*calls, *saves],
+    }
     return Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **{**quiet, **loops, **given})
 
 
@@ -196,6 +201,61 @@ def test_a_later_fit_begins_with_the_rates_of_configure_optimizers(world, tmp_pa
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters())
         with pytest.raises(InputError, match="goes on with AdamW; return that"):
             fit(trainer, module)
+
+
+def averages(what):
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging  # noqa: PLC0415
+
+    return [EMAWeightAveraging(decay=0.9) if what == "EMA" else StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
+
+
+def normalized():
+    """A module with a batch norm, for which SWA adds an epoch without backward, and one scheduler at most."""
+    module = module_of()
+    module.configure_model()
+    module.net[2] = nn.Sequential(nn.GELU(), nn.BatchNorm1d(hf.WINDOW - 1))
+    module.rates_of = lambda adamw: adamw
+    return module
+
+
+@pytest.mark.parametrize("what", ["SWA", "EMA"])
+@pytest.mark.parametrize("name", SEVEN[:3])
+def test_averages_and_what_goes_on_from_a_checkpoint_are_those_of_ddp(world, tmp_path, name, what):
+    found = []
+    with hf.as_by_torchrun(world):
+        for engine in (None, name):
+            folder = tmp_path / str(engine)
+            made = partial(trainer_of, 2, engine, max_epochs=3)
+            whole, again, tested = made(saves_to=folder, calls=averages(what)), made(calls=averages(what)), made()
+            fit(whole, normalized())
+            path = folder / f"epoch=1-step={2 * BATCHES}.ckpt"
+            fit(again, normalized(), ckpt_path=path)
+            tested.validate(normalized(), loader(2), ckpt_path=path, verbose=False)
+            found.append([weights_of(trainer) for trainer in (whole, again, tested)])
+    assert all(same_bits(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("what", ["SWA", "EMA"])
+@pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in SEVEN[3:]), (SEVEN[0], "bf16")])
+def test_averages_that_would_be_lost_are_refused_before_the_run(world, name, precision, what):
+    with hf.as_by_torchrun(world):
+        trainer = trainer_of(2, name, {"precision": precision}, calls=averages(what))
+    hf.check_refused(world, "Averaging writes weights, which last", lambda: fit(trainer, module_of()))
+    assert trainer.global_step == 0
+
+
+def test_a_hook_that_would_find_no_gradients_is_named_unless_it_asks_for_them(world):
+    def on_before_optimizer_step(optimizer):
+        with trainer.strategy.engine.gradients() as gradients:
+            norms.append(gradients["scale.weight"].norm().item())
+
+    norms, hooks = [], {"on_after_backward": lambda: None, "on_before_optimizer_step": on_before_optimizer_step}
+    with hf.as_by_torchrun(world), pytest.warns(RuntimeWarning) as caught:
+        trainer = trainer_of(2, "stage3_param")
+        fit(trainer, module_of(**hooks))
+    (said,) = (str(one.message) for one in caught if "engine.gradients" in str(one.message))
+    assert said.startswith("Module.on_after_backward: p.grad is None there")
+    assert len(norms) == EPOCHS * BATCHES and all(norms)
 
 
 def saved(world, folder):

@@ -1,6 +1,6 @@
 """The survey of peaks: what it counts, and that the batch it names is the largest whose peak fits."""
 
-import json
+from commands import results_of
 
 from common.measure.memory import CLASSES
 from lab import activations
@@ -16,11 +16,8 @@ def peaks(rows):
 
 
 def test_peaks_are_counted_for_every_stage_and_the_largest_batches_fit_under_stage_0s_own(tmp_path):
-    path = tmp_path / "peaks.json"
-    options = ["--nproc", "2", "--oversubscribe", "--model", "gpt-tiny", "--batches", "1", "2", "--cap-batch", "2"]
-    activations.main([*options, "--engines", ",".join(ENGINES), "--json", str(path)])
-    survey = json.loads(path.read_text())
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    options = ("--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--batches", 1, 2, "--cap-batch", 2)
+    survey = results_of(activations.main, tmp_path, *options, "--engines", ",".join(ENGINES), drawn=True)
     assert "torch" in survey["hardware"]
 
     peak, kinds = peaks(survey["rows"]), (None, "non-reentrant")

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from commands import results_of
 from formulas import bytes_held
 from places import RECORDS
 from training import STAGES
@@ -131,11 +132,8 @@ def test_predictions_lie_on_a_line_and_cost_per_parameter_what_the_paper_says(pr
 def test_two_stages_for_real(tmp_path, small_simulations):
     # Libraries and threads hold a share that depends on the build: 2.5 times as much per rank for CUDA as for CPU.
     held_before = capacity.attempt("stage3_param", "bf16", 1, 10**12, world_size=2).held_before
-    path, cap = tmp_path / "capacity.json", f"{held_before // MB + 200}MB"
-    options = ["--cap", cap, "--nproc", "2", "--oversubscribe", "--precisions", "bf16", "--json", str(path)]
-    capacity.main([*options, "--engines", "stage0_ddp,stage3_param"])
-    results = json.loads(path.read_text())
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    options = ("--cap", f"{held_before // MB + 200}MB", "--nproc", 2, "--oversubscribe", "--precisions", "bf16")
+    results = results_of(capacity.main, tmp_path, *options, "--engines", "stage0_ddp,stage3_param", drawn=True)
     assert "torch" in results["hardware"]
     replicated, sharded = results["rows"]
     for row in results["rows"]:

@@ -1,9 +1,8 @@
 """What Muon costs: operations as torch counts them, states as an engine keeps them; a curve of both optimizers."""
 
-import json
-
 import pytest
 import torch
+from commands import results_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,9 +30,6 @@ def test_dealt_whole_a_rank_computes_its_part_and_sends_what_stage_1_does():
 def test_both_optimizers_train_and_the_record_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(muon, "RATES", {"adamw": (1e-3,), "muon": (1e-3,)})
     monkeypatch.setattr(muon, "COUNTED", "gpt-nano")
-    path = tmp_path / "muon.json"
-    muon.main(["--model", "gpt-tiny", "--steps", "21", "--json", str(path)])
-    results = json.loads(path.read_text())
+    results = results_of(muon.main, tmp_path, "--model", "gpt-tiny", "--steps", 21, drawn=True)
     assert [len(run["losses"]) for run in results["runs"]] == [21, 21]
-    assert path.with_suffix(".png").exists()
     assert "deal whole" in muon.table(results).markdown()

@@ -151,14 +151,6 @@ def make_encoder():
     return layer, lambda samples, length: {"src": torch.zeros(samples, length, 16)}
 
 
-def make_reads():
-    return Reads(8, 8), lambda samples, length: torch.zeros(samples, length, 8)
-
-
-def make_masks():
-    return Masks(8, 8), lambda samples, length: torch.zeros(samples, length, 8)
-
-
 class Drops(nn.Linear):
     """Reads values where it is made, as vision transformers do for the rates of their paths; a weight is tied."""
 
@@ -221,8 +213,12 @@ class Attends(nn.Linear):
         return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True)
 
 
-def make_attends():
-    return Attends(64, 64), lambda samples, length: torch.zeros(samples, length, 64)
+def factory_of(layer, width):
+    """A function that makes a layer, and its inputs."""
+    return lambda: (layer(width, width), lambda samples, length: torch.zeros(samples, length, width))
+
+
+make_reads, make_masks, make_attends = factory_of(Reads, 8), factory_of(Masks, 8), factory_of(Attends, 64)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +275,7 @@ def test_what_cannot_be_simulated_of_ones_own_is_refused_in_a_line(option, capsy
 def test_the_step_and_the_optimizer_may_be_ones_own(tmp_path):
     found = []
     for own in ([], ["--optimizer", f"{__name__}:momentum", "--step", f"{__name__}:step_twice"]):
-        command.main(["stage2_grad", "--model", "gpt-tiny", *own, "--json", str(tmp_path / "own.json")])
-        found.append(json.loads((tmp_path / "own.json").read_text()))
+        found.append(commands.results_of(command.main, tmp_path, "stage2_grad", "--model", "gpt-tiny", *own))
     adam, sgd = found
     assert sgd["model_state_bytes"]["optimizer"] == sgd["predicted_model_state_bytes"]["optimizer"]
     assert sgd["model_state_bytes"]["optimizer"] == pytest.approx(adam["model_state_bytes"]["optimizer"] / 2, rel=0.01)

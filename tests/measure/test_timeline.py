@@ -87,9 +87,13 @@ def test_stage_1_reduces_on_another_thread_than_backward_and_overlaps_with_it(tr
 @needs_threads
 @two_stages
 def test_some_of_the_collectives_time_overlaps_with_computation(traces, stage):
-    shares = overlap(traces(stage))
-    assert shares.keys() == {0, 1}
-    assert all(0 < share < 1 for share in shares.values())
+    for _ in range(3):  # a system may once let a thread run after the other
+        shares = overlap(traces(stage))
+        assert shares.keys() == {0, 1}
+        if all(0 < share < 1 for share in shares.values()):
+            return
+        traces.cache_clear()
+    pytest.fail(f"{shares}: all collectives or none overlap with computation, three times")
 
 
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])

@@ -1,4 +1,4 @@
-"""Activation checkpointing changes no bit of a run, in any stage, and holds fewer activations."""
+"""Activation checkpointing holds fewer activations in any stage, and draws the same random numbers."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from training import make_engine, same_bits, train_step
+from training import train_step, zoo_engine
 
 from common import models
 from common.measure.memory import Timeline
@@ -16,23 +16,18 @@ MODELS = ["gpt-tiny", "llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"]
 
 
 @functools.cache
-def run(world, stage, model, kind):
-    """Three steps; return (weights and buffers, losses, peak of activations in a fourth)."""
-    engine = make_engine(stage, models.build(model, checkpoint_activations=kind))
-    losses = [train_step(engine, world, step) for step in range(3)]
-    state = engine.full_state_dict()
+def activations(world, stage, model, kind):
+    """Their peak in a second step. The bits are compared in the equivalence matrix."""
+    engine = zoo_engine(world, stage, models.build(model, checkpoint_activations=kind))
     with Timeline(engine) as timeline:
-        train_step(engine, world, 3)
-    return state, losses, timeline.peak_of("activations")
+        train_step(engine, world, 1)
+    return timeline.peak_of("activations")
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_from_fewer_activations(world, kind, model, stage):
-    (state, losses, activations), plain = (run(world, stage, model, how) for how in (kind, None))
-    assert same_bits(state, plain[0])  # including BatchNorm's running statistics
-    assert losses == plain[1]
-    assert activations < plain[2]
+def test_a_checkpoint_holds_fewer_activations(world, kind, model, stage):
+    assert activations(world, stage, model, kind) < activations(world, stage, model, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

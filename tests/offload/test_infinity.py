@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import json
 import os
 import time
 from collections import Counter
@@ -12,21 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
-from infinity_probes import counts
+from commands import results_of
 from late_lanes import on_lane
 from torch import nn
-from training import batch, make_engine, message_of, same_bits, train_step
+from training import batch_loss, make_engine, message_of, same_bits, train_step, zoo_engine
 
-from common import models
 from common.engine import mixed_precision
+from common.engine.accounting import STATES
 from common.loop import sha256
 from common.models.gpt import GPT, GPTConfig
-from common.tiers import swap
-from common.tiers.disk import OnDisk
 from lab import capacity
 from lab.offload import largest
-from offload import InfinityEngine
-from offload.nvme import STATES, TIERS
+from offload import InfinityEngine, swap
+from offload.accounting import TIERS
+from offload.disk import OnDisk
 
 TINY = 0.02  # MiB of a sub-group: even tiny models have several
 MB = 10**6
@@ -45,22 +43,16 @@ def trained(world, tiers, precision, backwards, clip_norm):
     for step in range(3):
         made.comm.traffic.reset()
         for micro in range(backwards):
-            inputs, targets = batch(made.module, world, 2 * step + micro)
-            loss = models.loss(made(inputs), targets) / backwards
+            loss = batch_loss(made, world, 2 * step + micro) / backwards
             made.backward(loss)
             losses.append(loss.item())
         made.step()
     if tiers is not None:
-        as_predicted(made)
+        assert made.accounting.measured() == made.accounting.predicted()
     return losses, sha256(made.full_state_dict())
 
 
 CASES = [("fp32", 1, None), ("bf16", 2, 0.5), ("fp16", 1, None), ("fp32", 3, 0.5)]
-
-
-def as_predicted(made):
-    for what, (measured, predicted) in counts(made).items():
-        assert measured == predicted, what
 
 
 @pytest.mark.parametrize(("precision", "backwards", "clip_norm"), CASES)
@@ -134,7 +126,8 @@ def saved_again(world, engine, path, dtype):
             made.backward(made(torch.randn(100, 100)).pow(2).mean())
             made.step()
             if step == 0 and micro == 1 and engine == "offloaded:OnDisk":
-                as_predicted(made)  # before a load, which casts all states to fp32
+                # Before a load, which casts all states to fp32.
+                assert made.accounting.measured() == made.accounting.predicted()
         made.save(path)
         made.load(path)
     return sha256(made.full_state_dict())
@@ -158,8 +151,7 @@ def norms_and_buffers(world, engine, precision, chunk):
     norms = []
     with mock.patch.object(mixed_precision, "CHUNK", chunk):
         for step in range(3):
-            inputs, targets = batch(made.module, world, step, global_batch=4)
-            made.backward(models.loss(made(inputs), targets))
+            made.backward(batch_loss(made, world, step, global_batch=4))
             norms.append(made.step().norm)
     staging = made.tier["nvme"].stepping if engine == "offloaded:OnDisk" else None
     return norms, staging and (len(staging.made), staging.number)
@@ -215,9 +207,7 @@ def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(w
 
 def deep(world):
     """An engine on disk with a recorded order, and its units by where their parameters lie."""
-    made = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32)))
-    for step in range(2):
-        train_step(made, world, step)
+    made = zoo_engine(world, "offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32)), steps=2)
     return made, {bucket.parameters_at: unit.name for unit in made.units for bucket in unit.buckets}
 
 
@@ -236,8 +226,7 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
         use(engine, unit, known)
 
     with mock.patch.object(OnDisk, "_read", noted_read), mock.patch.object(InfinityEngine, "unshard", noted_use):
-        inputs, targets = batch(made.module, world, 2)
-        made.backward(models.loss(made(inputs), targets))
+        made.backward(batch_loss(made, world, 2))
     uses = [n for n, (what, name) in enumerate(order) if what == "use" and ("use", name) != order[n - 1]]
     seen = 0
     for before, now in itertools.pairwise(uses):
@@ -277,8 +266,7 @@ def waited_for(world, disk, computation):
     slow, kept = mock.patch.object(os, "preadv", slow_read), mock.patch.object(OnDisk, "_read", kept_read)
     with slow, kept, mock.patch.object(InfinityEngine, "unshard", timed_use):
         made.synchronize()
-        inputs, targets = batch(made.module, world, 2)
-        made.backward(models.loss(made(inputs), targets))
+        made.backward(batch_loss(made, world, 2))
     # No computation hides the first two reads; one outlier is allowed for a busy machine. A rank that waits in a
     # collective for another one's disk has read its own by then, so the ranks' longest waits are compared.
     return max(made.comm.gather_objects(sorted(waited[2:])[-2])), len(waited)
@@ -326,8 +314,7 @@ def on_rank_1(world, fault):
 
 def begin(world, folder):
     """An engine on disk after a step and a save, and its weights."""
-    made = make_engine("offload.nvme", path=folder / "disk", sub_group_mb=TINY)
-    train_step(made, world)
+    made = zoo_engine(world, "offload.nvme", path=folder / "disk", sub_group_mb=TINY)
     made.save(folder / "saved")
     return made, made.full_state_dict()
 
@@ -386,8 +373,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_disk_that_fails_when_weights_are_read_or_in_backward_is_told_on_every_rank(world, folder, call):
     made, _ = begin(world, folder)
-    inputs, targets = batch(made.module, world)
-    losses = [models.loss(made(inputs), targets) for _ in range(2)]
+    losses = [batch_loss(made, world) for _ in range(2)]
     with on_rank_1(world, "Input/output error"):
         for loss in losses:
             said = message_of(CALLS[call], made, loss)
@@ -403,15 +389,11 @@ def stepped(world, *engines):
     return {sha256(made.full_state_dict()) for made in engines}
 
 
-def test_engines_share_a_folder(world, tmp_path):
+def test_engines_share_a_folder_with_o_direct_or_without(world, tmp_path):
     engines = [make_engine("offload.nvme", path=tmp_path) for _ in range(2)]
-    assert stepped(world, *engines) == stepped(world, make_engine("stage3_param"))
-
-
-def test_without_o_direct_it_works(world, tmp_path):
     with mock.patch.object(swap, "set_direct", lambda fd: False):
-        made = make_engine("offload.nvme", path=tmp_path)
-    assert stepped(world, made) == stepped(world, make_engine("stage3_param"))
+        engines.append(make_engine("offload.nvme", path=tmp_path))
+    assert stepped(world, *engines) == stepped(world, make_engine("stage3_param"))
 
 
 # ---- under the wall -----------------------------------------------------------------------------------------------
@@ -430,10 +412,8 @@ def test_under_a_wall_that_stage_0_hits_the_disk_trains_a_larger_model(times):
 
 
 def test_the_largest_model_lies_on_disk_and_leaves_nothing_there(tmp_path):
-    path = tmp_path / "largest.json"
     (tmp_path / "disk").mkdir()
-    largest.main(["--path", str(tmp_path / "disk"), "--width", "128", "--layers", "3", "--json", str(path)])
-    found = json.loads(path.read_text())
+    found = results_of(largest.main, tmp_path, "--path", tmp_path / "disk", "--width", 128, "--layers", 3)
     assert found["disk_state_bytes"] == found["predicted_disk_state_bytes"]
     assert sum(found["disk_state_bytes"].values()) == pytest.approx(largest.BYTES * found["parameters"], rel=0.05)
     assert not any((tmp_path / "disk").iterdir())

@@ -3,25 +3,26 @@
 import contextlib
 import functools
 import itertools
-import json
 import time
 from unittest import mock
 
+import offload_probes
 import pytest
 import torch
+from commands import results_of
 from formulas import bytes_held, bytes_on_host
 from matrix import Cell, train_cell
 from offload_probes import counts, delayed
 from offloaded import WARM_UP
 from planting import followed
 from traces import record, rows_of
-from training import batch, make_engine, message_of, same_bits, train_step
+from training import batch_loss, make_engine, message_of, same_bits, train_step, zoo_engine
 
 from common import models, train
 from common.measure.memory import HOST, Timeline
 from common.measure.timeline import rows
 from common.ranks import lanes
-from common.tiers import memory, opening
+from common.tiers import memory
 from lab import capacity
 from lab.offload import delay
 from offload import OffloadEngine
@@ -107,9 +108,7 @@ def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(worl
 
 def test_a_warm_up_that_is_over_stays_over_in_a_resumed_training(world, tmp_path):
     """The checkpoint holds the number of updates."""
-    made, other = make_engine("offloaded:Delayed"), make_engine("offloaded:Delayed")
-    for step in range(WARM_UP + 1):
-        train_step(made, world, step)
+    made, other = zoo_engine(world, "offloaded:Delayed", steps=WARM_UP + 1), make_engine("offloaded:Delayed")
     made.save(tmp_path)
     other.load(tmp_path)
     train_step(other, world, 9)
@@ -140,8 +139,7 @@ def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(wo
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.ranks(1, 2, 4)
 def test_bytes_held_follow_the_papers_table(world, precision):
-    made = make_engine("offload", "gpt-nano", bucket_mb=0.5, precision=precision)
-    train_step(made, world)
+    made = zoo_engine(world, "offload", "gpt-nano", bucket_mb=0.5, precision=precision)
     measured = made.accounting.measured()
     on_device, on_host = bytes_held("offload", world.size, precision), bytes_on_host(world.size, precision)
     assert sum(measured["model_state_bytes"].values()) == pytest.approx(on_device * PARAMETERS, rel=5e-3)
@@ -154,21 +152,17 @@ def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_b
     for index in range(3):
         made.comm.traffic.reset()
         for micro in range(2):
-            inputs, targets = batch(made.module, world, 2 * index + micro)
-            made.backward(models.loss(made(inputs), targets) / 2)
+            made.backward(batch_loss(made, world, 2 * index + micro) / 2)
         made.step()
-    measured, predicted = made.accounting.measured(), made.accounting.predicted()
-    for name in ("host_state_bytes", "bus_bytes_per_step"):
-        assert measured[name] == predicted[name]
-    crossed = measured["bus_bytes_per_step"]
+    assert made.accounting.measured() == made.accounting.predicted()
+    crossed = made.accounting.measured()["bus_bytes_per_step"]
     assert crossed["to_host"] == 2 * crossed["to_device"]
 
 
 def test_a_timeline_shows_the_host_apart_and_does_not_count_it(world):
     timelines = []
     for engine in ("offload", "stage2_grad"):
-        made = make_engine(engine)
-        train_step(made, world)
+        made = zoo_engine(world, engine)
         with Timeline(made) as timeline:
             train_step(made, world, 1)
         timelines.append(timeline)
@@ -208,35 +202,6 @@ def test_under_the_same_wall_a_larger_model_trains_with_its_states_on_the_host()
 # ---- validation ---------------------------------------------------------------------------------------------------
 
 
-CAPTURABLE = functools.partial(torch.optim.AdamW, lr=1e-3, capturable=True)
-REFUSED = [  # "there" is what the machine has
-    ("offload", {"ratio": 1.5}, "ratio=1.5"),
-    ("offload", {"ratio": float("nan")}, "ratio=nan"),
-    ("offload", {"warmup_steps": -1}, "warmup_steps=-1"),
-    ("offload", {"warmup_steps": 3}, "without delayed_update there is nothing to put off"),
-    ("offload", {"optimizer": CAPTURABLE}, "the optimizer cannot step on the host"),
-    ("offload", {"there": {"available": 1000}}, "GB of shared memory for 2 ranks of a machine and finds 1e-06 GB"),
-    ("offload", {"there": {"private_left": 1000}}, "RLIMIT_DATA leaves 0 MB for the device's part"),
-    ("offload.nvme", {"path": "/nowhere"}, "there is no such folder"),
-    ("offload.nvme", {"path": "/proc"}, "no file can be made there"),
-    ("offload.nvme", {"tiers": "tape"}, "give one of device, cpu, nvme"),
-    ("offload.nvme", {"tiers": {"parameters": "cpu"}}, "one for each of parameters, gradients, optimizer"),
-    ("offload.nvme", {"sub_group_mb": 0}, "sub_group_mb=0"),
-]
-
-
-@pytest.mark.parametrize(("name", "given", "said"), REFUSED)
-def test_bad_options_are_refused_on_every_rank_in_one_line(world, name, given, said):
-    options = dict(given)
-    there = {name: lambda value=value: value for name, value in options.pop("there", {}).items()}
-    if "private_left" in there and world.device.type == "cuda":
-        return  # what the device takes is not the host's
-    with mock.patch.multiple(opening, **there) if there else contextlib.nullcontext():
-        found = message_of(make_engine, name, **options)
-    assert said in found
-    assert "\n" not in found
-
-
 @pytest.mark.ranks(1)
 def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(world):
     made = make_engine("offload")
@@ -246,8 +211,7 @@ def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(world):
 
 def fails_once(world, engine):
     """Train on after the optimizer raised: the gradient of that step is dropped, and the lanes survive."""
-    made = make_engine(engine)
-    train_step(made, world)
+    made = zoo_engine(world, engine)
     with mock.patch.object(torch.optim.AdamW, "step", side_effect=ZeroDivisionError):
         # The host steps the other buckets later, and must fail in them too.
         for call in (functools.partial(train_step, made, world, 1), lanes.finish):
@@ -275,18 +239,19 @@ def test_a_mapping_that_the_system_refuses_is_said_with_its_size(world):
 
 
 def test_the_command_trains_with_its_own_options(tmp_path):
-    path = tmp_path / "run.json"
-    options = ["--nproc", "2", "--oversubscribe", "--model", "gpt-tiny", "--steps", "4", "--json", str(path)]
-    train.main("offload", [*options, "--ratio", "0.5", "--delayed-update", "--warmup-steps", "1"], add_own)
-    row = json.loads(path.read_text())
+    main = functools.partial(train.main, "offload", add_own=add_own)
+    options = ("--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 4)
+    row = results_of(main, tmp_path, *options, "--ratio", 0.5, "--delayed-update", "--warmup-steps", 1)
     for count in ("model_state_bytes", "host_state_bytes", "bus_bytes_per_step", "wire_bytes_per_step"):
         assert row[count] == row[f"predicted_{count}"], count
 
 
 def test_exact_and_delayed_train_side_by_side(tmp_path):
-    path = tmp_path / "delay.json"
-    delay.main(["--nproc", "2", "--model", "mlp", "--steps", "100", "--warmup-steps", "5", "--json", str(path)])
-    exact, delayed = json.loads(path.read_text())["rows"]
+    options = ("--nproc", 2, "--model", "mlp", "--steps", 100, "--warmup-steps", 5)
+    exact, delayed = results_of(delay.main, tmp_path, *options, drawn=True)["rows"]
     assert exact["losses"][:6] == delayed["losses"][:6]  # the sixth update is the first to be delayed
     assert exact["losses"][6] != delayed["losses"][6]
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_load_waits_for_a_delayed_update(world, tmp_path):
+    assert offload_probes.loads_over_what_is_under_way(world, "offloaded:Delayed", tmp_path) == []

@@ -2,10 +2,11 @@
 
 import copy
 import functools
-import json
+import os
 
 import pytest
 import torch
+from commands import results_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import make_engine, same_bits
@@ -23,8 +24,8 @@ from offload.tiling import TiledLinear, tile, untiled
 MB = 10**6
 WIDTH, TILES = 32, 6
 CHECKPOINTS = {**RECOMPUTE, "to the end": functools.partial(checkpoint, use_reentrant=False, early_stop=False)}
-# Kernels of other libraries may add in a different order when a layer is smaller.
-EXACT = torch.backends.mkl.is_available() and not torch.cuda.is_available()
+# Kernels of other libraries, and MKL's for CPUs without AVX2, may add in a different order when a layer is smaller.
+EXACT = torch.backends.mkl.is_available() and not torch.cuda.is_available() and os.getenv("MKL_CBWR") != "COMPATIBLE"
 
 
 def relative(one, other):
@@ -282,9 +283,8 @@ def test_a_layer_that_cannot_be_gathered_under_a_limit_trains_in_tiles():
 def test_the_command_finds_the_tiles_that_fit(tmp_path):
     with LocalWorld(1) as world:
         (held_before,) = world.run(capacity.warm_up, tiling._train_under, tiling.SMALL)
-    path, cap = tmp_path / "tiling.json", f"{held_before // MB + 55}MB"
-    tiling.main(["--cap", cap, "--nproc", "1", "--width", "1024", "--tiles", "1", "16", "--json", str(path)])
-    results = json.loads(path.read_text())
+    options = ("--cap", f"{held_before // MB + 55}MB", "--nproc", 1, "--width", 1024, "--tiles", 1, 16)
+    results = results_of(tiling.main, tmp_path, *options)
     whole, tiled = results["rows"]
     assert (whole["trains"], whole["gathered_bytes"], whole["loss"]) == (False, None, None)
     assert tiled["trains"]

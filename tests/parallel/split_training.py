@@ -8,6 +8,7 @@ from pieces import in_pieces
 from pieces import loss as loss_in_pieces
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
 from traces import allocations
 from training import ADAMW, BUCKET_MB, text
 
@@ -17,10 +18,11 @@ from common.engines import find_engine
 from common.models.gpt import GPT, FeedForward, GPTConfig
 from common.ranks.axes import Axes
 from common.tiers.activations import HostActivations
-from parallel import tensor
+from parallel import pipeline, tensor
 from parallel.activations import PartitionedActivations
 
 AXES = ("pipeline", "data", "tensor")
+SGD = functools.partial(torch.optim.SGD, lr=0.1)  # it shows a factor on the gradients, which Adam hides
 
 
 @functools.cache
@@ -69,6 +71,11 @@ def three_heads():
     return GPT(GPTConfig(layers=2, width=24, heads=3, sequence=16))
 
 
+def six_heads(feed_forward=FeedForward):
+    """A model that two or three tensor ranks can hold; both pad its vocabulary."""
+    return GPT(GPTConfig(layers=1, width=24, heads=6, sequence=16, vocabulary=53), feed_forward)
+
+
 def build(model):
     """A model on the meta device, of the zoo or by a function."""
     if isinstance(model, str):
@@ -96,11 +103,11 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=N
     return made, tensor.VocabParallelLoss(axes)
 
 
-def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1):
+def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1, begin=0):
     """Train; return (loss, norm) of each step, as every rank has them."""
     found = []
     batches = Batches(text(), made.module.window, 8)
-    for step in range(steps):
+    for step in range(begin, steps):
         windows = batches.of(step, world.rank // ranks, world.size // ranks).to(world.device)
         total = 0.0
         made.comm.traffic.reset()
@@ -112,6 +119,39 @@ def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1):
             made.backward(loss)
             total += loss.item()
         found.append((total, made.step().norm))
+    return found
+
+
+def untied(model):
+    built = models.build(model)
+    pipeline.untie(built)
+    return built
+
+
+def engine_of_a_stage(world, name, model="gpt-tiny", frozen=None, **options):
+    """An engine around this rank's of two stages; one may be frozen."""
+    grid = mesh(world.device.type, 2, world.size // 2, 1)
+    axes, module = Axes(pipeline=grid["pipeline"].get_group()), untied(model)
+    pipeline.keep_stage(module, axes.pipeline)
+    if axes.pipeline.rank == frozen:
+        module.requires_grad_(False)
+    options |= {"process_group": grid["data"].get_group(), "model_parallel": axes, "bucket_mb": BUCKET_MB}
+    return find_engine(name)(module, SGD, init=models.initial_values(0), deterministic=True, **options)
+
+
+def train_stages(world, made, samples, steps, micro_batches=4, schedule=Schedule1F1B):
+    """Train this rank's stage; return [(loss, norm) of each step], the loss on the last stage."""
+    stage = pipeline.Stage(made, samples // made.world_size // micro_batches)
+    runs = schedule(stage, micro_batches, pipeline.mean(models.loss, micro_batches), scale_grads=False)
+    batches, found = Batches(text(), made.module.window, samples), []
+    for step in range(steps):
+        made.comm.traffic.reset()
+        made.axes.pipeline.traffic.reset()
+        windows = batches.of(step, made.rank, made.world_size).to(world.device)
+        inputs, targets = made.module.inputs_and_targets(windows)
+        losses = []
+        runs.step(*([inputs] if stage.is_first else []), target=targets if stage.is_last else None, losses=losses)
+        found.append((sum(loss.item() for loss in losses), made.step().norm))
     return found
 
 

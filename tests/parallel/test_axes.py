@@ -101,41 +101,6 @@ def test_parts_are_saved_joined_and_cut_again(world, tmp_path, writer, reader):
     assert same_bits(ended[0], ended[2])
 
 
-def what_is_said_of_folders(world, folder):
-    """What is said of those that do not fit, by case."""
-    made, _ = split_engine(world, "stage1_os")
-    plain, said = make_engine("stage1_os"), {}
-    made.save(f"{folder}/parts")
-    plain.save(f"{folder}/whole")
-    said["parts, here the whole"] = message_of(plain.load, f"{folder}/parts")
-    said["a whole model saved among parts"] = message_of(plain.save, f"{folder}/parts")
-    said["the whole, here a part"] = message_of(made.load, f"{folder}/whole")
-    made.save(f"{folder}/interrupted")
-    if world.rank == 0:  # as if the next save had ended before this part's
-        shutil.rmtree(f"{folder}/interrupted/tensor-1-of-2")
-        shutil.copytree(f"{folder}/parts/tensor-1-of-2", f"{folder}/interrupted/tensor-1-of-2")
-    dist.barrier()
-    said["parts of different saves"] = message_of(made.load, f"{folder}/interrupted")
-    said["parts of different saves, joined"] = message_of(plain.load, f"{folder}/interrupted", checkpoint.read)
-    if world.rank == 0:
-        shutil.rmtree(f"{folder}/interrupted/tensor-1-of-2")
-    dist.barrier()
-    said["a part is missing"] = message_of(made.load, f"{folder}/interrupted")
-    said["a part is missing, joined"] = message_of(plain.load, f"{folder}/interrupted", checkpoint.read)
-    groups = mesh(world.device.type, 1, 2, 2)
-    alone = make_engine("stage1_os", process_group=groups["data"].get_group())
-    said["two groups, one folder"] = message_of(alone.save, f"{folder}/shared")
-    made.save(f"{folder}/late", wait=False).wait()
-    if world.rank == 0:
-        shutil.rmtree(f"{folder}/late/tensor-1-of-2")
-        Path(f"{folder}/late/tensor-1-of-2").write_text("no folder")
-    dist.barrier()
-    said["a part fails while training goes on"] = message_of(made.save(f"{folder}/late", wait=False).wait)
-    state = made.axes.tensor.gather_objects(made.optimizer.state_dict())[1 - made.axes.tensor.rank]
-    said["the optimizer's states of another part"] = message_of(made.optimizer.load_state_dict, state)
-    return said
-
-
 REFUSED = {
     "parts, here the whole": "it holds tensor-0-of-2, tensor-1-of-2, and this engine the whole model",
     "a whole model saved among parts": "it holds tensor-0-of-2, and this engine the whole model; take another folder",
@@ -150,7 +115,36 @@ REFUSED = {
 
 
 def test_folders_that_do_not_fit_are_refused_on_every_rank(world, tmp_path):
-    said = what_is_said_of_folders(world, tmp_path)
+    made, _ = split_engine(world, "stage1_os")
+    plain, said = make_engine("stage1_os"), {}
+    made.save(f"{tmp_path}/parts")
+    plain.save(f"{tmp_path}/whole")
+    said["parts, here the whole"] = message_of(plain.load, f"{tmp_path}/parts")
+    said["a whole model saved among parts"] = message_of(plain.save, f"{tmp_path}/parts")
+    said["the whole, here a part"] = message_of(made.load, f"{tmp_path}/whole")
+    made.save(f"{tmp_path}/interrupted")
+    if world.rank == 0:  # as if the next save had ended before this part's
+        shutil.rmtree(f"{tmp_path}/interrupted/tensor-1-of-2")
+        shutil.copytree(f"{tmp_path}/parts/tensor-1-of-2", f"{tmp_path}/interrupted/tensor-1-of-2")
+    dist.barrier()
+    said["parts of different saves"] = message_of(made.load, f"{tmp_path}/interrupted")
+    said["parts of different saves, joined"] = message_of(plain.load, f"{tmp_path}/interrupted", checkpoint.read)
+    if world.rank == 0:
+        shutil.rmtree(f"{tmp_path}/interrupted/tensor-1-of-2")
+    dist.barrier()
+    said["a part is missing"] = message_of(made.load, f"{tmp_path}/interrupted")
+    said["a part is missing, joined"] = message_of(plain.load, f"{tmp_path}/interrupted", checkpoint.read)
+    groups = mesh(world.device.type, 1, 2, 2)
+    alone = make_engine("stage1_os", process_group=groups["data"].get_group())
+    said["two groups, one folder"] = message_of(alone.save, f"{tmp_path}/shared")
+    made.save(f"{tmp_path}/late", wait=False).wait()
+    if world.rank == 0:
+        shutil.rmtree(f"{tmp_path}/late/tensor-1-of-2")
+        Path(f"{tmp_path}/late/tensor-1-of-2").write_text("no folder")
+    dist.barrier()
+    said["a part fails while training goes on"] = message_of(made.save(f"{tmp_path}/late", wait=False).wait)
+    state = made.axes.tensor.gather_objects(made.optimizer.state_dict())[1 - made.axes.tensor.rank]
+    said["the optimizer's states of another part"] = message_of(made.optimizer.load_state_dict, state)
     for case, message in REFUSED.items():
         assert re.search(message, said[case] or "nothing"), case
     told = Collectives().gather_objects(said["two groups, one folder"])
@@ -161,32 +155,28 @@ def test_folders_that_do_not_fit_are_refused_on_every_rank(world, tmp_path):
 # ---- at the door -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("no data-parallel group", "process_group= and model_parallel= share ranks"),
-        ("no axes", "model_parallel=2: give common.ranks.axes.Axes"),
-        ("an unknown name", "model_parallel= names 'ln_9.weight', which is no parameter of the model"),
-        ("another clip_norm", "clip_norm differs between rank"),
-        ("what is whole differs", "parameter 'wpe.weight' differs between rank"),
-    ],
-)
+@torch.no_grad()
+def drifts(world, axes, given):
+    models.materialize(given["model"], given["init"], world.device)
+    given["model"].wpe.weight.add_(world.rank)
+
+
+DO_NOT_FIT = {  # the message: what is wrong
+    "process_group= and model_parallel= share ranks": lambda world, axes, given: given.pop("process_group"),
+    "model_parallel=2: give common.ranks.axes.Axes": lambda world, axes, given: given.update(model_parallel=2),
+    "model_parallel= names 'ln_9.weight', which is no par": lambda world, axes, given: axes.whole.add("ln_9.weight"),
+    "clip_norm differs between rank": lambda world, axes, given: given.update(clip_norm=1.0 + world.rank),
+    "parameter 'wpe.weight' differs between rank": drifts,
+}
+
+
+@pytest.mark.parametrize("message", DO_NOT_FIT)
 @pytest.mark.ranks(2)
-def test_axes_that_do_not_fit_are_refused_on_every_rank(world, name, case, message):
+def test_axes_that_do_not_fit_are_refused_on_every_rank(world, name, message):
     grid, module = mesh(world.device.type, 1, 1, 2), models.build("gpt-tiny")
     axes = Axes(tensor=grid["tensor"].get_group())
     tensor.split(module, axes)
-    init, options = tensor.cut_init(models.initial_values(0), axes), {"process_group": grid["data"].get_group()}
-    if case == "no data-parallel group":
-        options = {}
-    if case == "no axes":
-        axes = 2
-    if case == "an unknown name":
-        axes.whole.add("ln_9.weight")
-    if case == "another clip_norm":
-        options["clip_norm"] = 1.0 + world.rank
-    if case == "what is whole differs":
-        models.materialize(module, init, world.device)
-        with torch.no_grad():
-            module.wpe.weight.add_(world.rank)
-    assert message in message_of(find_engine(name), module, ADAMW, init=init, model_parallel=axes, **options)
+    init = tensor.cut_init(models.initial_values(0), axes)
+    given = {"model": module, "init": init, "process_group": grid["data"].get_group(), "model_parallel": axes}
+    DO_NOT_FIT[message](world, axes, given)
+    assert message in message_of(find_engine(name), optimizer=ADAMW, **given)

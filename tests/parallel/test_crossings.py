@@ -3,10 +3,8 @@
 import itertools
 
 import pytest
-from split_training import on_one_thread, split_engine, whole
-from training import SEVEN, same_bits, text
-
-from common.data import Batches
+from split_training import on_one_thread, split_engine, train, whole
+from training import SEVEN, same_bits
 
 FACTORS = {
     "engine": SEVEN,
@@ -41,19 +39,12 @@ def trained(world, folder, name, data, model, precision, micro_batches, clip, ch
     clips = {} if clip is None else {"clip_norm": 0.1, "norm_type": clip}
     how = {"model": model, "precision": precision, "checkpoints": kind, "partitioned": partitioned, **clips}
     made, loss_of = split_engine(world, name, **how)
-    batches, found = Batches(text(), made.module.window, 8), []
-    for step in range(4):
-        if resumed and step == 2:
-            made.save(folder)
-            made, loss_of = split_engine(world, name, seed=1, **how)
-            made.load(folder)
-        for part in batches.of(step, made.rank, data).to(world.device).chunk(micro_batches):
-            inputs, targets = made.module.inputs_and_targets(part)
-            loss = loss_of(made(inputs), targets) / micro_batches
-            made.backward(loss)
-            found.append(loss.item())
-        found.append(made.step().norm)
-    return found, whole(made)
+    found = train(world, made, loss_of, 2, micro_batches=micro_batches)
+    if resumed:
+        made.save(folder)
+        made, loss_of = split_engine(world, name, seed=1, **how)
+        made.load(folder)
+    return found + train(world, made, loss_of, 4, micro_batches=micro_batches, begin=2), whole(made)
 
 
 @pytest.mark.parametrize("levels", CROSSINGS, ids=lambda row: ", ".join(map(str, row)))

@@ -1,12 +1,19 @@
 """P_a: each tensor rank keeps its part of what a checkpoint saves; bits stay."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
-from split_training import allocated, of_split, on_one_thread, split_engine, train
+import torch.nn.functional as F
+from split_training import allocated, of_split, on_one_thread, six_heads, split_engine, train, whole
+from torch.utils.checkpoint import checkpoint
 from training import SEVEN, same_bits
 
+from common.models.gpt import FeedForward
 from common.models.recompute import KINDS
 from parallel.accounting import predicted
+from parallel.activations import PartitionedActivations
 
 SAMPLES = 8
 
@@ -21,6 +28,36 @@ def test_partitioned_checkpoints_change_no_bit(world, one, kind):
     for found, theirs in others:
         assert found == steps
         assert same_bits(weights, theirs)
+
+
+class Recomputes(FeedForward):
+    """A checkpoint of its own saves what tensor ranks have cut."""
+
+    def forward(self, x):
+        return self.down(checkpoint(F.gelu, self.up(x), use_reentrant=False))
+
+
+@on_one_thread
+def around_all(world, one, kind, partitioned):
+    """The losses, norms and weights of some steps that run within the context, or not; and the parts that are kept."""
+    made, loss_of = split_engine(world, one, world.size, partial(six_heads, Recomputes), checkpoints=kind)
+    context = PartitionedActivations(made.axes)
+    tokens = torch.arange(32, device=world.device).view(2, 16)
+    with context if partitioned else nullcontext():
+        loss = loss_of(made(tokens), tokens + 1)
+        kept = len(context.kept)
+        made.backward(loss)
+        return loss.item(), made.step().norm, whole(made), kept
+
+
+@pytest.mark.parametrize("kind", (None, *KINDS))
+@pytest.mark.parametrize("one", ("stage0_ddp", "stage3_param"))
+@pytest.mark.ranks(2, 3)
+def test_around_anything_the_context_takes_what_checkpoints_save_alone(world, one, kind):
+    (*expected, weights, none), (*found, same, kept) = (around_all(world, one, kind, how) for how in (False, True))
+    assert found == expected
+    assert same_bits(weights, same)
+    assert (none, kept) == (0, 0 if kind is None else 1)
 
 
 @on_one_thread

@@ -6,63 +6,25 @@ from functools import partial
 
 import pytest
 import torch
-from split_training import mesh, on_one_thread
+from split_training import SGD, engine_of_a_stage, mesh, on_one_thread, train_stages, untied
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.optim import SGD
-from training import BUCKET_MB, SEVEN, message_of, text
+from training import BUCKET_MB, SEVEN, make_engine, message_of, text
 
 from common import models
 from common.data import Batches
 from common.engines import find_engine
 from common.ranks.axes import Axes
-from parallel import pipeline
+from parallel import checkpoint, pipeline
 
 SAMPLES = 16  # of a step, over all data ranks
 WIDTH, LENGTH = 16, 16  # of the zoo's tiny models
-SGD_1 = partial(SGD, lr=0.1)  # it would show a factor on the gradients, which Adam hides
-
-
-def untied(model):
-    built = models.build(model)
-    pipeline.untie(built)
-    return built
-
-
-def engine_of_a_stage(world, name, model="gpt-tiny", frozen=None, **options):
-    """An engine around this rank's of two stages; one may be frozen."""
-    grid = mesh(world.device.type, 2, world.size // 2, 1)
-    axes, module = Axes(pipeline=grid["pipeline"].get_group()), untied(model)
-    pipeline.keep_stage(module, axes.pipeline)
-    if axes.pipeline.rank == frozen:
-        module.requires_grad_(False)
-    options |= {"process_group": grid["data"].get_group(), "model_parallel": axes, "bucket_mb": BUCKET_MB}
-    return find_engine(name)(module, SGD_1, init=models.initial_values(0), deterministic=True, **options)
-
-
-@on_one_thread
-def of_stages(world, name, model="gpt-tiny", micro_batches=4, schedule=Schedule1F1B, steps=3, **options):
-    """Train on two pipeline stages; return losses, norms, this rank's weights and what it sent in the last step."""
-    made = engine_of_a_stage(world, name, model, **options)
-    data, axis = made.world_size, made.axes.pipeline
-    stage = pipeline.Stage(made, SAMPLES // data // micro_batches)
-    runs = schedule(stage, micro_batches, pipeline.mean(models.loss, micro_batches), scale_grads=False)
-    batches, found = Batches(text(), LENGTH + 1, SAMPLES), []
-    for step in range(steps):
-        made.comm.traffic.reset()
-        axis.traffic.reset()
-        inputs, targets = made.module.inputs_and_targets(batches.of(step, made.rank, data).to(world.device))
-        losses = []
-        runs.step(*([inputs] if stage.is_first else []), target=targets if stage.is_last else None, losses=losses)
-        found.append((sum(loss.item() for loss in losses), made.step().norm))
-    sent, predicted = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
-    return found, made.full_state_dict(), (sent, predicted, axis.traffic.by_collective())
 
 
 @on_one_thread
 def of_whole(world, name, model="gpt-tiny", micro_batches=4, steps=3, **options):
     """The same with the whole model on every data rank, and its micro-batches accumulated."""
     made = find_engine(name)(
-        untied(model), SGD_1, init=models.initial_values(0), bucket_mb=BUCKET_MB, deterministic=True, **options
+        untied(model), SGD, init=models.initial_values(0), bucket_mb=BUCKET_MB, deterministic=True, **options
     )
     batches, found = Batches(text(), LENGTH + 1, SAMPLES), []
     for step in range(steps):
@@ -74,6 +36,15 @@ def of_whole(world, name, model="gpt-tiny", micro_batches=4, steps=3, **options)
                 made.backward(losses[-1])
         found.append((sum(loss.item() for loss in losses), made.step().norm))
     return found, made.full_state_dict()
+
+
+@on_one_thread
+def of_stages(world, name, model="gpt-tiny", micro_batches=4, schedule=Schedule1F1B, steps=3, **options):
+    """Train on two pipeline stages; return losses, norms, this rank's weights and what it sent in the last step."""
+    made = engine_of_a_stage(world, name, model, **options)
+    found = train_stages(world, made, SAMPLES, steps, micro_batches, schedule)
+    sent, predicted = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
+    return found, made.full_state_dict(), (sent, predicted, made.axes.pipeline.traffic.by_collective())
 
 
 KINDS = (("gpt-tiny", "fp32"), ("llama-tiny", "bf16"), ("gpt-tiny", "fp16"), ("lora-tiny", "fp32"))
@@ -112,6 +83,20 @@ def test_the_pipeline_axis_sends_a_samples_activations_and_their_gradients_once(
     once = SAMPLES * LENGTH * WIDTH * 4
     ended = worlds(2).run(of_stages, "stage1_os")
     assert [axis for _, _, (_, _, axis) in ended] == [{"send activations": once}, {"send gradients": once}]
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_tied_models_checkpoint_and_stages_refuse_each_other_by_what_parts_them(world, tmp_path, name):
+    whole, stage = make_engine(name, optimizer=SGD), engine_of_a_stage(world, name)
+    whole.save(tmp_path / "tied")
+    stage.save(tmp_path / "stages")
+    for made, folder, where in ((stage, "tied", "there and not here"), (whole, "stages", "here and not there")):
+        said = message_of(made.load, tmp_path / folder, read=checkpoint.read)
+        assert f"'head.weight' is tied to 'wte.weight' {where}, as pipeline.untie(model) parts them" in said
+    parted = make_engine(name, untied("gpt-tiny"), SGD)
+    parted.load_weights(whole.full_state_dict())
+    parted.save(tmp_path / "untied")
+    assert message_of(stage.load, tmp_path / "untied", read=checkpoint.read) is None
 
 
 def test_models_that_no_pipeline_takes_are_refused_in_a_line(world):

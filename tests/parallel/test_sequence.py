@@ -7,8 +7,9 @@ from training import SEVEN, make_engine, message_of, same_bits, text
 
 from common import models
 from common.data import Batches
+from common.ranks.axes import Axes
 from common.ranks.collectives import Collectives
-from parallel import sequence
+from parallel import sequence, tensor
 
 SAMPLES = 4
 
@@ -95,4 +96,27 @@ def test_activations_are_an_nth_and_one_tensor_more_per_block(world):
 @pytest.mark.ranks(3)
 def test_ranks_that_do_not_divide_heads_are_refused_in_a_line(world):
     said = message_of(sequence.split, models.build("gpt-tiny"), Collectives())
-    assert said == "3 sequence ranks do not divide the 2 heads"
+    assert said == "3 sequence ranks do not divide the heads that a rank has, 2"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("model", ("gpt-tiny", "llama-tiny"))
+def test_sequence_ranks_share_the_heads_of_a_tensor_rank_whichever_is_split_first(world, model):
+    """On 2 x 2 ranks: a GPT has a head on each tensor rank, a Llama two."""
+    grid, found = mesh(world.device.type, 1, 2, 2), []
+    comm, axes = Collectives(grid["data"].get_group()), Axes(tensor=grid["tensor"].get_group())
+    windows = Batches(text(), 17, SAMPLES).of(0, 0, 1).to(world.device)
+
+    def run(*splits):
+        module = models.build(model)
+        for split, axis in splits:
+            split(module, axis)
+        init = tensor.cut_init(models.initial_values(0), axes)
+        made = make_engine("stage0_ddp", module, init=init, process_group=comm.group, model_parallel=axes)
+        found.append(made(sequence.part(module.inputs_and_targets(windows)[0], comm)))
+
+    orders = [(sequence.split, comm), (tensor.split, axes)], [(tensor.split, axes), (sequence.split, comm)]
+    said = [message_of(run, *order) for order in orders]
+    refused = "2 sequence ranks do not divide the heads that a rank has, 1" if model == "gpt-tiny" else None
+    assert said == [refused] * 2
+    assert not found or torch.equal(*found)

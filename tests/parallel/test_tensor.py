@@ -1,16 +1,20 @@
 """Tensor parallelism: the bits of the same pieces computed in one process, in every engine."""
 
-from argparse import Namespace
+import itertools
 from functools import partial
 
 import pytest
 import torch
-from split_training import build, dropping, mesh, of_one, of_split, three_heads
-from training import message_of, same_bits
+from split_training import Drops, build, dropping, mesh, of_one, of_split, six_heads, split_engine, three_heads
+from training import make_engine, message_in_step, message_of, same_bits
 
+from common import models
+from common.loss import IGNORED
+from common.models.gpt import FeedForward
 from common.models.recompute import KINDS
 from common.ranks.axes import Axes
 from parallel import tensor
+from parallel.accounting import predicted
 
 BOUND = 1e-5  # of losses, relative: sums of halves round otherwise than whole sums, from the first step on
 CELLS = [("gpt-tiny", "fp32"), ("gpt-tiny", "bf16"), ("llama-tiny", "fp32"), ("llama-tiny", "bf16")]
@@ -61,6 +65,40 @@ def test_dropout_differs_inside_cut_regions_is_equal_outside_and_is_recomputed(w
         assert same_bits(again[0][0][1], plain[0][0][1])
 
 
+class DropsByFunction(FeedForward):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+@pytest.mark.parametrize("layer", (Drops, DropsByFunction))
+@pytest.mark.parametrize("one", ("stage0_ddp", "stage3_param"))
+@pytest.mark.ranks(2, 3)
+def test_what_would_let_whole_parameters_drift_apart_is_refused_on_every_rank(world, one, layer):
+    made, loss_of = split_engine(world, one, world.size, partial(six_heads, layer), clip_norm=1.0)
+    tokens = torch.arange(32, device=world.device).view(2, 16)
+    torch.manual_seed(world.rank)
+    made.eval()(tokens)  # nothing is dropped
+    assert "what tensor ranks drop of whole activations differs" in message_in_step(made.train(), tokens)
+    torch.manual_seed(0)
+    made.axes.tensor.traffic.reset()
+    made.backward(loss_of(made(tokens), tokens))
+    made.step()
+    assert made.axes.tensor.traffic.by_collective() == predicted(made, 2)["tensor"]
+    made.module.get_parameter("ln_f.weight").register_hook(lambda gradient: gradient * (1 + world.rank))
+    made.backward(loss_of(made(tokens), tokens))
+    assert "gradients of what tensor ranks hold whole differ" in message_in_step(made.step)
+
+
+@pytest.mark.ranks(4)
+def test_parameters_that_drift_apart_on_one_stage_stop_all(world):
+    grid, norms = mesh(world.device.type, 2, 1, 2), torch.ones(2, dtype=torch.float64, device=world.device)
+    axes = Axes(tensor=grid["tensor"].get_group(), pipeline=grid["pipeline"].get_group())
+    assert axes.combine(norms) == 2 * (1 + 2)
+    norms[0] += world.rank == 3
+    for combine in (torch.add, torch.maximum):
+        assert "gradients of what tensor ranks hold whole differ" in message_of(axes.combine, norms, combine)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -77,11 +115,26 @@ def test_what_cannot_be_split_is_refused_in_a_line(world, model, message):
     assert message_of(tensor.split, build(model), axes).startswith(message)
 
 
-def test_a_token_that_no_rank_has_stays_with_the_rank_at_its_end_which_raises():
-    tokens, others = torch.tensor([-1, 0, 127, 128, 255, 256]), {}
-    for rank in (0, 1):
-        own, others[rank] = tensor.own_of(tokens, 128, Namespace(rank=rank, size=2))
-        with pytest.raises(IndexError):
-            torch.nn.functional.embedding(own.masked_fill(others[rank], 0), torch.zeros(128, 1))
-    assert others[0].tolist() == [False] * 3 + [True] * 3
-    assert others[1].tolist() == [True] * 3 + [False] * 3
+UNKNOWN = (-101, -1, 53, 54, 80)  # of a vocabulary of 53: one is of padding, which the last rank has, on 2 and 3 ranks
+
+
+def said_of_unknown(made, loss_of):
+    """What is said of each unknown token among the inputs, and among targets of which some do not count; a loss."""
+    targets, said = torch.tensor([[0, 1, 52], [52, IGNORED, 7]]), []
+    for token, place in itertools.product(UNKNOWN, (0, 1)):
+        tokens = [torch.ones_like(targets), targets.clone()]
+        tokens[place][0, 1] = token
+        with pytest.raises(IndexError) as raised:
+            loss_of(made(tokens[0]), tokens[1])
+        said.append(str(raised.value))
+    return said, loss_of(made(targets.clamp(min=0)), targets).item()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU ends the process")
+@pytest.mark.parametrize("one", ("stage0_ddp", "stage3_param"))
+@pytest.mark.ranks(2, 3)
+def test_a_token_that_the_vocabulary_lacks_is_an_index_error_on_every_rank_as_unsplit(world, one):
+    expected, loss = said_of_unknown(make_engine(one, build(six_heads)), models.loss)
+    said, same = said_of_unknown(*split_engine(world, one, world.size, six_heads))
+    assert said == expected
+    assert same == pytest.approx(loss, rel=BOUND)

@@ -6,13 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from planting import broken
-from training import make_engine, message_of, train_counted, train_step
-
-
-def counts(made):
-    """Every byte count with its prediction."""
-    measured, predicted = made.accounting.measured(), made.accounting.predicted()
-    return {name: (measured[name], predicted[name]) for name in predicted}
+from training import make_engine, message_of, train_counted, train_step, zoo_engine
 
 
 def accounts(world, engine, folder):
@@ -23,8 +17,7 @@ def accounts(world, engine, folder):
 
 def says_on_every_rank_that_a_disk_failed(world, engine, folder):
     """If a disk fails on one rank, every rank raises in that step, and none steps with the lost data."""
-    made = make_engine(engine)
-    train_step(made, world)
+    made = zoo_engine(world, engine)
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     with mock.patch.object(os, "preadv", side_effect=error) if world.rank == 0 else mock.patch("os.sep", os.sep):
         said = message_of(train_step, made, world, 1)

@@ -44,11 +44,13 @@ def block(blocks):
 def pads_little(world, engine, folder):
     """A block is dealt to three ranks without padding, and buckets grow until shards are even; the rest is refused."""
     named, groups = block(24)
-    alone = FlatRange(named[:4], Kind(torch.float32, 0, True, whole=True), 3)
+    alone = FlatRange(named[:4], Kind(torch.float32, 0, True, undivided=True), 3)
     runs = buckets(named, groups, lambda name, parameter: parameter.dtype, 1, 8)
-    badly = message_of(FlatRange(named[:1], Kind(torch.float32, 0, True, whole=True), 2).check_padding)
+    badly = message_of(FlatRange(named[:1], Kind(torch.float32, 0, True, undivided=True), 2).check_padding)
     return broken(
-        alone=alone.padding == 1, even=all(run.padding <= PADDING for run in runs), told=badly and MOST_PADDING < 2
+        alone=alone.padding_ratio == 1,
+        even=max(run.padding_ratio for run in runs) <= PADDING,
+        told=badly and MOST_PADDING < 2,
     )
 
 

@@ -6,7 +6,7 @@ from late_lanes import on_lane
 from offloaded import WARM_UP
 from planting import broken
 from torch.optim.lr_scheduler import ExponentialLR
-from training import BUCKET_MB, UNFUSED, make_engine, same_bits, train_counted, train_step
+from training import BUCKET_MB, UNFUSED, make_engine, same_bits, train_counted, train_step, zoo_engine
 
 
 def delayed(world, engine, folder, lane="late", steps=5):
@@ -29,9 +29,7 @@ def loads_over_what_is_under_way(world, engine, folder):
     """A load while a delayed update is in flight restores what was saved, and training goes on from there."""
     ends = []
     for interrupted in (False, True):
-        made = make_engine(engine, precision="bf16")
-        for step in range(WARM_UP + 2):
-            train_step(made, world, step)
+        made = zoo_engine(world, engine, precision="bf16", steps=WARM_UP + 2)
         made.save(folder)
         if interrupted:
             train_step(made, world, 7)
@@ -57,8 +55,7 @@ def counts(world, engine, folder):
 
 def lies_on_the_host(world, engine, folder):
     """Masters, gradients and moments are shared mappings, which limits on private memory do not count."""
-    made = make_engine(engine)
-    train_step(made, world)
+    made = zoo_engine(world, engine)
     states = [value for state in made.optimizer.state.values() for value in state.values() if value.dim()]
     masters = [shard.master for bucket in made.buckets for shard in bucket.optimizer_shards]
     return broken(mapped=not any(t.untyped_storage().resizable() for t in states + masters))

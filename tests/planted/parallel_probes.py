@@ -1,31 +1,24 @@
 """Probes of further axes, at 4 ranks: two tensor ranks, or two stages, beside two data ranks."""
 
-from functools import partial
-
 import torch
 from planting import broken
-from split_training import mesh, split_engine, train
+from split_training import SGD, engine_of_a_stage, split_engine, train, train_stages, untied
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
-from training import ADAMW, BUCKET_MB, text
+from training import ADAMW, text
 
 from common import models
 from common.data import Batches
 from common.engine.mixed_precision import overflow_flag
-from common.engines import find_engine
 from common.models.recompute import KINDS
-from common.ranks.axes import Axes
-from parallel import pipeline
 
-SAMPLES, MICRO_BATCHES, STEPS = 8, 4, 2
+SAMPLES, STEPS = 8, 2
 BOUND = 1e-5  # of losses and norms, relative: sums of parts round otherwise than whole sums
-SGD = partial(torch.optim.SGD, lr=0.1)  # Adam hides a factor
 NORM = {"skip_norm": torch.inf}  # has a step take the norm, and clips nothing
 
 
-def batch(world, module, step, rank=0, ranks=1):
-    """The inputs and targets of a step on a data rank; by default all of them."""
-    return module.inputs_and_targets(Batches(text(), module.window, SAMPLES).of(step, rank, ranks).to(world.device))
+def batch(world, module, step):
+    """The inputs and targets of a step, of all data ranks."""
+    return module.inputs_and_targets(Batches(text(), module.window, SAMPLES).of(step, 0, 1).to(world.device))
 
 
 def trained_whole(world, module, optimizer):
@@ -55,32 +48,13 @@ def tensor_ranks_train_the_whole_model(world, engine, folder):
     return broken_by(made, train(world, made, loss_of, STEPS), trained_whole(world, models.build("gpt-tiny"), ADAMW))
 
 
-def untied():
-    model = models.build("gpt-tiny")
-    pipeline.untie(model)
-    return model
-
-
 def stages_train_the_whole_model(world, engine, folder):
     """Losses and norms of two stages are those of the whole model, and gradients are reduced once in a step."""
-    grid, module = mesh(world.device.type, 2, 2, 1), untied()
-    axes = Axes(pipeline=grid["pipeline"].get_group())
-    pipeline.keep_stage(module, axes.pipeline)
-    options = {"process_group": grid["data"].get_group(), "model_parallel": axes, "bucket_mb": BUCKET_MB, **NORM}
-    made = find_engine(engine)(module, SGD, init=models.initial_values(0), **options)
-    mean = pipeline.mean(models.loss, MICRO_BATCHES)
-    stage = pipeline.Stage(made, SAMPLES // made.world_size // MICRO_BATCHES)
-    schedule, found = Schedule1F1B(stage, MICRO_BATCHES, mean, scale_grads=False), []
-    for step in range(STEPS):
-        inputs, targets = batch(world, module, step, made.rank, made.world_size)
-        losses = []  # of micro-batches, on the last stage
-        made.comm.traffic.reset()
-        schedule.step(*[inputs][: stage.is_first], target=targets if stage.is_last else None, losses=losses)
-        found.append((sum(losses, torch.tensor(0.0)).item(), made.step().norm))
+    made = engine_of_a_stage(world, engine, **NORM)
+    found = made.axes.pipeline.gather_objects(train_stages(world, made, SAMPLES, STEPS))[-1]
     reduced = made.comm.traffic.by_collective()["reduce_scatter"]
     once = sum(bucket.padded_numel * 4 for bucket in made.buckets) // 2  # a half of each goes to the other data rank
-    found = axes.pipeline.gather_objects(found)[-1]
-    return broken_by(made, found, trained_whole(world, untied(), SGD)) + broken(reduced_once=reduced == once)
+    return broken_by(made, found, trained_whole(world, untied("gpt-tiny"), SGD)) + broken(reduced_once=reduced == once)
 
 
 def overflow_is_agreed_on_the_tensor_axis(world, engine, folder):

@@ -1,17 +1,18 @@
 """Probes of the stages, in addition to the matrix: small trainings that need no baseline, or bring their own."""
 
+import functools
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from formulas import bytes_held
 from late_lanes import on_lane
+from optimizers import CountsInItsGroup, Estimates
 from planting import broken
 from reading import outcome
-from training import batch, inputs, make_engine, message_of, same_bits, small_engine, train_counted, train_step
-from trap_models import CASES, WIDTH, Block, Counting, Tiny, loss, net, step
+from training import batch_loss, inputs, make_engine, message_of, same_bits, small_engine, train_counted, train_step
+from trap_models import CASES, WIDTH, Block, Counting, Net, Tiny, loss, net, step
 
-from common import models
 from common.engine.mixed_precision import overflow_flag
 from common.loop import sha256
 from common.measure.memory import Timeline
@@ -38,8 +39,7 @@ def accounts_of_a_sum(world, engine, folder):
     """In bf16 a step of two backwards holds their sum in fp32, in place of gradients that it no longer keeps."""
     made = make_engine(engine, "gpt-tiny", precision="bf16")
     for index in range(2):
-        tokens, targets = batch(made.module, world, index)
-        made.backward(models.loss(made(tokens), targets))
+        made.backward(batch_loss(made, world, index))
     made.step()
     held, per_parameter = made.model_state_bytes(), bytes_held(engine, world.size, "bf16", accumulated=True)
     return broken(
@@ -51,10 +51,9 @@ def accounts_of_a_sum(world, engine, folder):
 def gradients_travel_once(case, world, engine, folder):
     """However often a forward uses a weight, one backward reduces its gradient once."""
     make, run = CASES[case]
-    made = small_engine(world, engine, make=make)
-    for index in range(2):
-        made.comm.traffic.reset()
-        run(made, inputs(world, index))
+    made = small_engine(world, engine, make=make, steps=1, run=run)
+    made.comm.traffic.reset()
+    run(made, inputs(world, 1))
     sent, predicted = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
     reductions = ("all_reduce", "reduce_scatter")
     return broken(sent=all(sent.get(name) == predicted.get(name) for name in reductions))
@@ -76,6 +75,45 @@ def two_buckets_in_flight(world, engine, folder):
     """At most two buckets have gradients in flight, and one has a receive buffer."""
     peak, bound = in_flight(world, engine, "gpt-tiny")
     return broken(bound=peak <= bound)
+
+
+# ---- optimizers ---------------------------------------------------------------------------------------------------
+
+
+def thawed(world, engine, bucket_mb, folder):
+    """Weights of a training in which half of the parameters are frozen at first, saved and loaded on the way."""
+    made = functools.partial(small_engine, world, engine, bucket_mb=bucket_mb)
+    old, new, loaded = made(make=half_frozen, steps=2), made(), made(seed=1)
+    new.continue_from(old)
+    step(new, inputs(world, 2))
+    new.save(folder)
+    loaded.load(folder)
+    step(loaded, inputs(world, 3))
+    return loaded.full_state_dict()
+
+
+def half_frozen():
+    module = Net()
+    for parameter in list(module.parameters())[::2]:
+        parameter.requires_grad_(False)
+    return module
+
+
+def begins_at_step_0(world, engine, folder):
+    """A thawed parameter steps as it does alone in its bucket."""
+    ways = (engine, 25, Path(folder) / "together"), ("stage0_ddp", 1e-6, Path(folder) / "alone")
+    return broken(bits=same_bits(*(thawed(world, *way) for way in ways)))
+
+
+def counts_once(world, engine, folder):
+    """However many shards a step has, an optimizer that counts in its options counts one."""
+    made = small_engine(world, engine, optimizer=CountsInItsGroup, bucket_mb=1e-6, steps=3)
+    return broken(counted=made.optimizer.param_groups[0]["step"] == 3)
+
+
+def estimates_are_refused(world, engine, folder):
+    """What shards or ranks estimate differently is refused."""
+    return broken(refused=message_of(small_engine, world, engine, optimizer=lambda p: Estimates(p, 30), steps=32))
 
 
 # ---- norms and clipping -------------------------------------------------------------------------------------------
@@ -100,18 +138,12 @@ def norm_is_that_of_the_gradient(world, engine, folder):
 # ---- what is read when ----------------------------------------------------------------------------------------------
 
 
-def trained(world, engine):
-    made = small_engine(world, engine, bucket_mb=1e-6)
-    for index in range(3):
-        step(made, inputs(world, index))
-    return made.full_state_dict()
-
-
 def no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=()):
     """If collectives and copies run only when they are waited for, a training ends with the baseline's bits."""
-    reference = trained(world, "baseline:AverageAfterBackward")
+    how = {"bucket_mb": 1e-6, "steps": 3}
+    reference = small_engine(world, "baseline:AverageAfterBackward", **how).full_state_dict()
     with on_lane("late", world.rank, prompt):
-        return broken(weights=same_bits(trained(world, engine), reference))
+        return broken(weights=same_bits(small_engine(world, engine, **how).full_state_dict(), reference))
 
 
 def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
@@ -155,8 +187,8 @@ def writes_to_freed_weights_are_lost(world, engine, folder):
     made, found = small_engine(world, engine, make=Tiny), []
     weights = [weight for weight in made.module.parameters() if weight.numel()]
     for written in weights:
-        with torch._C.DisableTorchFunctionSubclass():  # bypasses the refusal
-            written.data.fill_(5.0)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # bypasses the refusal
+            written.fill_(5.0)
             found += [other.isnan().all() for other in weights if other is not written]
         step(made, inputs(world, 0))
         with torch._C.DisableTorchFunctionSubclass():
@@ -214,9 +246,7 @@ def overflow_is_agreed(world, engine, folder):
 
 def resumes(world, engine, folder):
     """A training that was saved and loaded goes on like one that was not interrupted."""
-    first, second = (small_engine(world, engine, "fp16", net(block=Counting)) for _ in range(2))
-    for index in range(3):
-        step(first, inputs(world, index))
+    first, second = (small_engine(world, engine, "fp16", net(block=Counting), steps=steps) for steps in (3, 0))
     for group in first.optimizer.param_groups:
         group["lr"] *= 0.5
     first.save(folder)

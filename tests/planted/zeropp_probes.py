@@ -5,12 +5,16 @@ import contextlib
 import torch
 from late_lanes import on_lane
 from planting import broken
-from training import batch, make_engine, same_bits, train_counted, train_step
+from training import batch_loss, make_engine, same_bits, train_counted, train_step, zoo_engine
 
-from common import models
 from common.engine import units
 from common.engine.mixed_precision import LossScaler
 from common.loop import sha256
+
+
+def quantized(made):
+    """An engine's buckets of parameters that are quantized."""
+    return [bucket for bucket in made.buckets if bucket.kind.block > 1]
 
 
 def steps_of(values, block, largest):
@@ -63,15 +67,14 @@ def means_are_within_their_bound(world, engine, folder):
 
 def weights_are_within_their_bound(world, engine, folder):
     """All ranks compute with the same weights, at most half a step from the exact ones."""
-    made = make_engine(engine, "gpt-tiny", seed=3)
-    train_step(made, world)
+    made = zoo_engine(world, engine, "gpt-tiny", seed=3)
     kept, near = made.full_state_dict(), []
     for unit in made.units:
         made.unshard(unit, units.PrefetchOrder())  # as in a forward
     weights = {name: p.detach().clone() for name, p in made.module.named_parameters()}
     for bucket in made.buckets:
         exact = torch.zeros(bucket.padded_numel)
-        for name, view in bucket.cut(exact).items():
+        for name, view in bucket.views(exact).items():
             view.copy_(kept[name])
         shards = zip(bucket.full_parameters.split(bucket.shard_numel), exact.split(bucket.shard_numel), strict=True)
         near += [((a - b).abs() <= steps_of(b, made.block, 127) * 0.50001).all() for a, b in shards]
@@ -83,10 +86,11 @@ def bytes_are_as_predicted(world, engine, folder):
     """Bytes held, sent and leaving a node are as predicted; the node's are what its ranks send to other nodes."""
     made, kept = train_counted(world, engine, clip_norm=1.0)
     traffic, n, places = made.comm.traffic, made.world_size, made.comm.ranks_per_node
-    # By hand: a flag of 8 bytes for the norm, int8 weights once across, int4 gradients once across.
-    across = 8 * (n - places)
-    for bucket in made.buckets:
-        codes, scales = bucket.shard_numel, 4 * -(-bucket.shard_numel // made.block)
+    # By hand: a flag of 8 bytes for the norm, int8 weights once across, int4 gradients once across; vectors in fp32.
+    vectors = sum(bucket.shard_numel for bucket in made.buckets if bucket.kind.block == 1)
+    across = (8 + 2 * 4 * vectors) * (n - places)
+    for bucket in quantized(made):
+        codes, scales = bucket.shard_numel, 4 * bucket.shard_numel // made.block
         across += (codes + scales) * (n - places) + (codes // 2 + scales) * (n // places - 1)
     return broken(**kept, by_hand=sum(traffic.between_nodes().values()) == across)
 
@@ -108,23 +112,18 @@ def eventful(world, name, folder):
     losses.append(train_step(made, world, 2))
     made.loss_scaler = LossScaler(scale=2.0**10)
     with torch.no_grad():
-        losses.append(loss_of(made, world, 3).item())
+        losses.append(batch_loss(made, world, 3).item())
     losses.append(train_step(made, world, 4))
     with torch.no_grad():
-        losses.append(loss_of(made, world, 5).item())
+        losses.append(batch_loss(made, world, 5).item())
     made.load(folder)
     for micro in range(2):
-        loss = loss_of(made, world, 5 + micro)
+        loss = batch_loss(made, world, 5 + micro)
         made.backward(loss)
         losses.append(loss.item())
     made.step()
     losses.append(train_step(made, world, 7))
     return losses, made.full_state_dict()
-
-
-def loss_of(made, world, step):
-    inputs, targets = batch(made.module, world, step)
-    return models.loss(made(inputs), targets)
 
 
 def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
@@ -141,7 +140,7 @@ def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
 def nothing_of_a_gradient_is_lost(world, engine, folder):
     """With error feedback the sum of what arrives stays within one rounding of the sum of what was sent."""
     made = make_engine(engine, "gpt-tiny")
-    bucket = made.buckets[0]
+    bucket = quantized(made)[0]
     local = uneven(bucket.padded_numel, made.block, made.rank)
     exact = torch.stack(made.comm.gather_objects(local)).mean(dim=0)[bucket.shard(made.rank)]
     total = torch.zeros_like(exact)
@@ -158,7 +157,7 @@ def nothing_of_a_gradient_is_lost(world, engine, folder):
 def an_overflow_passes_and_leaves_nothing(world, engine, folder):
     """Infinities in a gradient raise no error, show in the mean, and are gone in the next."""
     made = make_engine(engine, "gpt-tiny")
-    bucket = made.buckets[0]
+    bucket = quantized(made)[0]
     means = []
     for value in (float("inf"), 1.0):
         bucket.local_gradients = torch.full((bucket.padded_numel,), value)

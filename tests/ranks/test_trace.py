@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from commands import torchrun
 from places import ROOT
-from training import make_engine, same_bits, train, train_step
+from training import make_engine, same_bits, train_counted, train_step, zoo_engine
 from worlds import open_traced
 
 from common.errors import InputError
@@ -160,9 +160,9 @@ def test_a_timeout_that_is_no_time_is_an_input_error(monkeypatch, given):
 
 
 def train_and_count(world, stage):
-    """The results of a training, and the number of collectives checked; None without a tracer."""
-    results, tracer = train(world, stage, steps=3, clip_norm=1e3), Collectives().tracer
-    return results, tracer and tracer.number
+    """The weights and bytes of a training, and the number of collectives checked; None without a tracer."""
+    (made, _), tracer = train_counted(world, stage, clip_norm=1e3), Collectives().tracer
+    return made.full_state_dict(), made.accounting.measured(), tracer and tracer.number
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +173,11 @@ def traced():
 
 def test_traced_a_training_has_the_same_bits_and_sends_the_same_bytes(worlds, traced, stage):
     both = [three.run(train_and_count, stage) for three in (worlds(3), traced)]
-    for (plain, unchecked), (checked, count) in zip(*both, strict=True):
+    for (plain, sent, unchecked), (checked, sent_too, count) in zip(*both, strict=True):
         assert unchecked is None
         assert count > 10
-        assert same_bits(plain.pop("weights"), checked.pop("weights"))
-        assert plain == checked
+        assert same_bits(plain, checked)
+        assert sent == sent_too
 
 
 # ---- ranks that part ----------------------------------------------------------------------------------------------
@@ -197,8 +197,7 @@ def part(tmp_path):
 
 
 def skip_a_step(world, stage):
-    engine = make_engine(stage)
-    train_step(engine, world)
+    engine = zoo_engine(world, stage)
     if world.rank == 0:
         train_step(engine, world)
     engine.comm.gather_objects("the end")
@@ -285,23 +284,18 @@ def own_program():
     raise_on_rank_1(SimpleNamespace(rank=dist.get_rank()))
 
 
-def under_torchrun(what):
-    """Run a function of this file on two traced ranks under torchrun; return its exit status and stderr."""
-    done = torchrun("-m", "test_trace", what, ZERO_TRACE="1")
-    return done.returncode, done.stderr
-
-
 def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_print():
-    status, printed = under_torchrun("launched")
-    assert status == 1
+    done = torchrun("-m", "test_trace", "launched", ZERO_TRACE="1")
+    assert done.returncode == 1
     sentence = "rank 0 waits in all_gather of unit 0 (setup, #1, 8 bytes); rank 1 waits in all_gather of unit 1"
     for rank in range(2):
-        assert f"[rank {rank}] the ranks part: {sentence}" in printed
+        assert f"[rank {rank}] the ranks part: {sentence}" in done.stderr
 
 
 def test_under_torchrun_a_users_program_is_told_of_the_rank_that_failed():
-    status, printed = under_torchrun("own_program")
-    assert status == 1
+    done = torchrun("-m", "test_trace", "own_program", ZERO_TRACE="1")
+    printed = done.stderr
+    assert done.returncode == 1
     assert "[rank 0] the ranks part: rank 0 waits in all_gather of objects (setup, #3" in printed
     assert "[rank 1] leaves: LookupError: the third drawer is empty" in printed
     assert "Root Cause (first observed failure):\n[0]:" in printed

@@ -359,11 +359,6 @@ def test_nothing_is_imported_that_only_linux_has(platform):
 # ---- under torchrun -----------------------------------------------------------------------------------------------
 
 
-def under_torchrun(*what):
-    """Run a function of this file on two ranks under torchrun."""
-    return torchrun("-m", "test_world", *what)
-
-
 def launched(function, *gpus):
     """A rank's program: two launches of a function of this file; it sees one GPU, if any are given."""
     if gpus:
@@ -421,7 +416,7 @@ OUTCOMES = {  # what two ranks run, and the GPU that each sees: what they say
 
 @pytest.mark.parametrize("what", OUTCOMES)
 def test_under_torchrun_rank_0_has_the_result_and_bad_input_reaches_every_rank(what):
-    done = under_torchrun("launched", *what.split())
+    done = torchrun("-m", "test_world", "launched", *what.split())
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == OUTCOMES[what]
 
@@ -436,13 +431,13 @@ def knowing(who):
 
 @pytest.mark.parametrize("who", ["1", "all"])
 def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(who):
-    done = under_torchrun("knowing", who)
+    done = torchrun("-m", "test_world", "knowing", who)
     assert done.stderr.count("error: give another\n") == 1
     assert "Traceback" not in done.stderr.partition("error: give another\n")[0]
 
 
 def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once():
-    done = under_torchrun("launched", "raise_with_one_in_flight")
+    done = torchrun("-m", "test_world", "launched", "raise_with_one_in_flight")
     assert done.returncode == 1
     assert "LookupError: the third drawer is empty" in done.stderr
     assert "exitcode  : 1 " in done.stderr  # rank 1's, not a signal

@@ -11,8 +11,6 @@ import io
 import itertools
 import os
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -21,11 +19,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from commands import output_of
 from engine_sources import code_lines
-from machine import PATIENCE
 from places import ROOT
 from torch import nn
-from training import ADAMW, batch, make_engine, same_bits, train
+from training import ADAMW, batch, make_engine, same_bits, train_counted
 
 import parallel.minimal
 import zeropp.minimal
@@ -120,7 +118,7 @@ def test_a_page_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says
     """Hybrid sharding in two nodes of two."""
     options, shards = ({"ranks_per_node": 2}, 2) if name == "zeropp.hybrid" else ({}, world.size)
     weights, held = train_minimal(world, name, STEPS)
-    assert same_bits(weights, train(world, name, "gpt-tiny", STEPS, **options)["weights"])
+    assert same_bits(weights, train_counted(world, name, steps=STEPS, **options)[0].full_state_dict())
     part = 4 * padded(name, world.size)
     assert held == {kind: share * part for kind, share in HELD[name](shards).items()}
 
@@ -262,6 +260,4 @@ def test_all_pages_learn_and_print_the_same_losses(worlds):
 def test_a_page_runs_alone(name):
     module = PAGES[name][0]
     assert f'"-m", "{module}"' in page(name).read_text()
-    command = [sys.executable, "-m", module]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
-    assert run.stdout.splitlines()[-2].startswith("step 100: loss")
+    assert output_of("-m", module).splitlines()[-2].startswith("step 100: loss")

@@ -36,6 +36,14 @@ def output_of(*arguments):
     return done.stdout
 
 
+def results_of(command, folder, *options, drawn=False):
+    """What a command's main writes to a JSON file in a folder, beside the picture if it draws one."""
+    path = folder / "results.json"
+    command([*map(str, options), "--json", str(path)])
+    assert not drawn or path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return json.loads(path.read_text())
+
+
 @functools.cache
 def undisturbed(ranks, steps, seed=0):
     """How stage 0's training ends on one node, without a checkpoint: the `result` of a run.

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.ranks import collectives, lanes
-from common.tiers import swap
+from offload import swap
 
 CUDA = torch.device("cuda", 1)  # the rank's
 HOST = torch.device("cpu")

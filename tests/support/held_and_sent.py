@@ -2,7 +2,7 @@
 
 import formulas
 import torch.distributed as dist
-from training import follows, make_engine, or_reason, train_step
+from training import follows, make_engine, or_reason, train_step, zoo_engine
 
 from common import models
 from common.engines import find_engine
@@ -23,8 +23,7 @@ def formula_of(engine, what, size, precision="fp32"):
 @or_reason
 def holds(world, engine, **options):
     """Bytes of model states that a rank holds after a step."""
-    made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
-    train_step(made, world)
+    made = zoo_engine(world, engine, MODEL, bucket_mb=0.5, **options)
     return made.model_state_bytes()
 
 

@@ -1,10 +1,7 @@
 """Small runs of transformers' Trainer on a rank, stock or with an engine, and helpers for other libraries' loops."""
 
-import contextlib
 import importlib.util
-import os
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ from baseline import sum_in_rank_order
 
 from common.data import load_text
 from common.errors import InputError
+from lab.recipes import as_by_torchrun, clip_exactly
 
 WINDOW = 32  # tokens per sample
 USUAL = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "adamw_torch", "max_grad_norm": 0.0}
@@ -37,15 +35,6 @@ class Windows(torch.utils.data.Dataset):
         labels = self.text[index].clone()
         labels[: index * 7 % 20] = -100
         return {"input_ids": self.text[index], "labels": labels}
-
-
-@contextlib.contextmanager
-def as_by_torchrun(world):
-    """In this context the environment variables are those that torchrun sets."""
-    ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
-    told = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
-        yield
 
 
 def llama(tied=False):
@@ -90,14 +79,6 @@ def in_rank_order(of):
                 of.model_wrapped.register_comm_hook(None, sum_in_rank_order)
 
     return InRankOrder()
-
-
-def clip_exactly(parameters, max_norm):
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
-    for gradient in gradients if max_norm < float("inf") else ():
-        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 def weights_of(made):

@@ -8,8 +8,9 @@ from unittest import mock
 
 from common.ranks import collectives
 from common.ranks.lanes import InlineLane, ThreadLane
-from common.tiers import bus, memory, swap
+from common.tiers import bus, memory
 from course.grader.late import LateLane
+from offload import swap
 
 
 class LateThreads(LateLane):

@@ -145,6 +145,14 @@ def train_step(engine, world, step=0):
     return loss.item()
 
 
+def zoo_engine(world, engine, model="gpt-tiny", steps=1, **options):
+    """An engine over a zoo model, or over a module, after some steps."""
+    made = make_engine(engine, model, **options)
+    for index in range(steps):
+        train_step(made, world, index)
+    return made
+
+
 def train_counted(world, engine, model="gpt-tiny", steps=3, **options):
     """Train; return the engine, and {byte count of the last step: whether it is as predicted}."""
     made = make_engine(engine, model, **options)
@@ -155,28 +163,9 @@ def train_counted(world, engine, model="gpt-tiny", steps=3, **options):
     return made, {name: measured[name] == count for name, count in predicted.items()}
 
 
-def train(world, engine, model="gpt-tiny", steps=10, **options):
-    """Train; return the final weights, the losses, and every count with its prediction."""
-    engine = make_engine(engine, model, **options)
-    losses = []
-    for index in range(steps):
-        engine.comm.traffic.reset()
-        losses.append(train_step(engine, world, index))
-    return {
-        "model_state_bytes": engine.model_state_bytes(),
-        "predicted_model_state_bytes": engine.predicted_model_state_bytes(),
-        "wire_bytes": engine.comm.traffic.by_collective(),
-        "predicted_wire_bytes": engine.predicted_wire_bytes_per_step(),
-        "losses": losses,
-        "weights": engine.full_state_dict(),
-    }
-
-
 def handed_on(world, writer, reader, folder, precision):
     """Train, save, and train on: in the engine that saved, and in another that loads."""
-    first = make_engine(writer, precision=precision)
-    for index in range(2):
-        train_step(first, world, index)
+    first = zoo_engine(world, writer, precision=precision, steps=2)
     first.save(folder)
     second = make_engine(reader, precision=precision, seed=1)
     second.load(folder)

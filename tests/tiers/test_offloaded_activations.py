@@ -1,6 +1,5 @@
 """Activations on the host: no bit changes, two inputs stay on the device, and bytes on the bus are as predicted."""
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -10,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from commands import options_of_training
 from late_lanes import on_lane
 from planting import healthy, read
 from torch import nn
@@ -32,10 +32,7 @@ INPUT = BATCH // 2 * SEQUENCE * WIDTH * 4  # bytes of a block's input on one of 
 
 
 def options(*given):
-    """The options of the training command."""
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    return parser.parse_args(["--nproc", "2", "--model", "gpt-tiny", "--steps", "2", "--accumulate", "2", *given])
+    return options_of_training("--nproc", 2, "--model", "gpt-tiny", "--steps", 2, "--accumulate", 2, *given)
 
 
 def row(world, engine, given):
@@ -83,6 +80,7 @@ def deep(engine, kind, host=True):
     return made
 
 
+@functools.cache
 def trained(world, engine, kind, host=True, lane=None, plant=healthy):
     """Losses and weights of two steps; the peaks of activations and of the host in the second."""
     with plant(engine), on_lane(lane, world.rank) if lane else contextlib.nullcontext():
@@ -95,14 +93,9 @@ def trained(world, engine, kind, host=True, lane=None, plant=healthy):
         return losses, weights, timeline.peak_of("activations"), on_host
 
 
-@functools.cache
-def without_host(world, engine, kind):
-    return trained(world, engine, kind, False)
-
-
 def broken(world, engine, kind, lane, plant=healthy):
     """The broken promises of activations on the host: their bits, the bound on the device, their bytes on the host."""
-    expected_losses, expected_weights, peak_without, on_host_without = without_host(world, engine, kind)
+    expected_losses, expected_weights, peak_without, on_host_without = trained(world, engine, kind, False)
     try:
         losses, weights, peak, on_host = trained(world, engine, kind, lane=lane, plant=plant)
     except Exception as error:
@@ -262,7 +255,7 @@ def test_compare_holds_every_engine_with_its_activations_on_the_host_to_its_prom
     results, _ = worlds(2).run(compare.compare, list(ENGINES), given)[0]
     assert all(compare.holds(row) for row in results["rows"])
     assert all(row["bus_bytes_per_step"]["to_device"] > 0 for row in results["rows"])
-    text = compare.as_markdown(results)
+    text = compare.table(results).markdown()
     assert "non-reentrant activation checkpoints on the host" in text
     assert "| over the bus per step |" in text
 
@@ -281,11 +274,3 @@ def test_a_trace_shows_the_copies_in_the_row_of_the_bus(worlds, tmp_path):
             if any(event["name"].startswith(copied) and event["name"].endswith(of) for event in events)
         }
         assert there == {(0, "bus"), (2, "bus")}
-
-
-def test_the_command_writes_what_crosses_the_bus(tmp_path):
-    given = "--nproc 1 --model gpt-tiny --steps 1 --checkpoint-activations --offload-activations --json"
-    train.main("stage1_os", [*given.split(), str(tmp_path / "run.json")])
-    results = json.loads((tmp_path / "run.json").read_text())
-    assert results["offload_activations"] is True
-    assert results["bus_bytes_per_step"] == dict.fromkeys(("to_host", "to_device"), 2 * 24 * 16 * 16 * 4)

@@ -24,6 +24,7 @@ class Block(nn.Module):
 torch.manual_seed(0)
 blocks = [Block(32) for _ in range(3)]
 model = nn.Sequential(nn.Embedding(64, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, 64, bias=False))
+model[0].weight.requires_grad_(False)  # optimizers take it, and never step it
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 how = {"mesh": mesh, "reshard_after_forward": reshard, **({"mp_policy": policy} if precision == "bf16" else {})}

@@ -9,16 +9,18 @@ from common.engine.bucket import Bucket
 from common.engine.master_weights import OptimizerShard
 from common.errors import InputError
 from common.measure import timeline
+from common.probes import Options
 
 
 class SteppedBucket(Bucket):
     """A bucket whose optimizer shards are stepped in the tiers that the placement table gives them."""
 
+    is_placed = True
     stepping = copying_up = None  # its shards' steps in flight, and the copy of their new parameters to the device
 
     def allocate(self, engine, whole):
         """Allocate whole parameters on the device, and shards in their tiers; see `Bucket.allocate`."""
-        if self.kind.whole and 0 < engine.ratio < 1:
+        if self.kind.undivided and 0 < engine.ratio < 1:
             raise InputError(f'"whole": ratio={engine.ratio} would cut parameters; give 0 or 1')
         self.parameters = whole.to(self.kind.dtype)
         if self.kind.trainable:
@@ -35,7 +37,6 @@ class SteppedBucket(Bucket):
 
     @property
     def masters(self):
-        """See `Bucket.masters`."""
         return super().masters if self.stepping is None else []
 
     def at_rest(self, optimizer):
@@ -60,18 +61,12 @@ class SteppedShard(OptimizerShard):
     stepper = fresh = None
 
     def __init__(self, part, tier, stepped, values):
-        super().__init__(part, tier)
+        super().__init__(part, tier, tier.on_host or tier.delayed or stepped.dtype != torch.float32)
         self.stepped, self.gradient_shard = stepped, tier.empty_like(stepped).zero_()
         self.spare = tier.empty_like(stepped).zero_() if tier.delayed else None
         self.master = nn.Parameter(tier.empty_like(values).copy_(values) if self.is_apart else stepped)
 
-    @property
-    def is_apart(self):
-        """Whether the master weights are a copy, not a view of the parameters."""
-        return self.tier.on_host or self.tier.delayed or self.stepped.dtype != torch.float32
-
     def adopt(self, states):
-        """Move states that the optimizer has made, {name: state}, to the tier."""
         self.tier.adopt(states)
 
 
@@ -93,21 +88,24 @@ class Stepper:
         self._weights = nn.Parameter(shard.master.detach())
         self._optimizer = make([self._weights])
         self._optimizer.state.clear()  # Adagrad makes its states at once; the shard has its own
+        self._options = Options(self._optimizer)
 
-    def prepare(self, shard, optimizer, group, factor):
+    def prepare(self, shard, options, number, factor):
         """Take what the next step needs.
 
         Args:
-            optimizer, group: the optimizer that holds the states now, as a load replaces them, and the shard's group.
+            options, number: the `probes.Options` of the optimizer that holds the states, and the shard's group.
             factor: multiplies the gradient: a number or a scalar tensor on the CPU; None leaves it.
         """
         self._piece, self._gradient, self._factor = shard, shard.mean, factor
         self._weights.whole = shard.master.whole
         # 16-bit parameters go up in the gradient's buffer, which has their size and is spent by then.
         self._fresh = shard.gradient_shard if shard.gradient_shard.dtype != torch.float32 else shard.master.detach()
-        options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
-        self._optimizer.param_groups = [{**options, "params": [self._weights]}]
-        self._states = optimizer.state[shard.master]
+        self._told, self._number, group = options, number, options.optimizer.param_groups[number]
+        own = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
+        self._optimizer.param_groups = [{**own, "params": [self._weights]}]
+        self._options.begin()
+        self._states = options.optimizer.state[shard.master]
         self._optimizer.state = defaultdict(dict, {self._weights: self._states})
 
     def run(self, name, after):
@@ -131,10 +129,15 @@ class Stepper:
             gradient.mul_(self._factor)
         self._weights.grad = gradient
         try:
-            self._optimizer.step()
+            self._piece.step(self._optimizer, self._weights, self._step_alone)
         finally:
             self._weights.grad = self._gradient = None
+        self._told.came_out(self._number, self._options.made[0])
         tier.adopt(self._states)
         if self._fresh.dtype != torch.float32:
             self._fresh.copy_(self._weights.detach())
         self._piece.fresh = self._fresh
+
+    def _step_alone(self, weights):
+        with self._options.alone(weights, 0):
+            self._optimizer.step()

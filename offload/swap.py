@@ -133,7 +133,6 @@ class SwapFile:
         return Handle((buffer,), lambda buffers: [block.result() for block in taken])
 
     def _move(self, way, offset, data, label, after):
-        """Read or write one block."""
         move, moved = os.preadv if way == "read" else os.pwritev, 0
         try:
             after.wait_on_host()
@@ -165,7 +164,6 @@ class CountedFile(SwapFile):
         """A no-op: there is room for everything."""
 
     def move(self, way, offset, buffer, label, after):
-        """Move nothing; the lane counts the time."""
         return self._lane.submit(after.wait, buffer)
 
     def close(self):

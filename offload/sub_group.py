@@ -35,8 +35,10 @@ class TieredBucket(Bucket):
         states_at: {name: place} of the optimizer's states on disk, made in its first step.
     """
 
+    is_placed = True
+
     def __init__(self, named_parameters, kind, world_size):
-        if kind.whole:
+        if kind.undivided:
             raise InputError('"whole": sub-groups cut parameters; use stages 0 to 3 or offload, or AdamW')
         super().__init__(named_parameters, kind, world_size)
 
@@ -57,17 +59,6 @@ class TieredBucket(Bucket):
             self.masters_at = optimizer.keep(numel, torch.float32, self.name)
             self.masters_at.store(slice(0, numel), values)
         self.optimizer_shards = [SubGroup(self, part, shard.start, optimizer) for part in self.parts]
-
-    def allocated(self, parts):
-        """See `Bucket.allocated`: the whole shard is one allocation, however it is stepped."""
-        return [(sum(numel for numel, _ in parts), parts[0][1])] if parts else []
-
-    def forget(self):
-        """Drop every gradient since the last step."""
-        for shard in self.optimizer_shards:
-            shard.adds = False
-            shard.drop_mean()
-        super().forget()
 
     def receive(self, mean, after, bus, host):
         """Move the mean gradient, [shard] on the device, to the gradients' tier. Returns a Handle.
@@ -98,9 +89,8 @@ class TieredBucket(Bucket):
     def lend_sum(self, shard):
         """An optimizer shard's fp32 sum of means, in memory; it begins as the first mean."""
         if self.sums_at is None:
-            numel = self.shard_numel
-            self.sums_at = self.gradients_at.tier.keep(numel, torch.float32, self.name) if self.sixteen_bit else None
-            self.sums_at = self.sums_at or self.gradients_at
+            keep = self.gradients_at.tier.keep
+            self.sums_at = keep(self.shard_numel, torch.float32, self.name) if self.sixteen_bit else self.gradients_at
         if self.sixteen_bit and shard.carried is None:
             first, read = self.gradients_at.lend(shard.own)
             total, _ = self.sums_at.lend(shard.own, fresh=True)
@@ -146,17 +136,9 @@ class TieredBucket(Bucket):
                 fill(values, slice(part.start + own.start, part.start + own.stop))
                 place.put_back(own)
 
-    @contextlib.contextmanager
-    def values_in_memory(self):
-        """A context with parameters and master weights in memory, as copies of those on disk."""
-        self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
-        on_disk = self.optimizer_shards if self.masters_at.tensor is None else ()
-        for shard in on_disk:
-            shard.show_master(self.masters_at.copy(shard.own))
-        yield
-        self.parameters = self.parameters_at.tensor
-        for shard in on_disk:
-            shard.show_master(shard.stand_in())
+    def unrounded(self, device):
+        """See `Bucket.unrounded`; NaN if the disk has failed."""
+        return (self.masters_at if self.sixteen_bit else self.parameters_at).copy(slice(0, self.shard_numel))
 
 
 class StandIn(nn.Parameter):
@@ -189,7 +171,9 @@ class SubGroup(OptimizerShard):
     """
 
     def __init__(self, bucket, own, begin, tier):
-        super().__init__(slice(begin + own.start, begin + own.stop), tier)
+        part, is_apart = slice(begin + own.start, begin + own.stop), bucket.masters_at is not bucket.parameters_at
+        super().__init__(part, tier, is_apart)
+        self.gradient_tier = bucket.gradients_at.tier
         self._bucket, self.own, self._lent_mean = weakref.ref(bucket), own, None
         self._on_disk = bucket.masters_at.tensor is None
         values = self.stand_in() if self._on_disk else bucket.masters_at.tensor[own]
@@ -198,30 +182,17 @@ class SubGroup(OptimizerShard):
         self.gradient_shard = None if gradients is None else gradients[own]
 
     def stand_in(self, dtype=torch.float32):
-        """What stands for values on disk."""
         nothing = torch.full((1,), math.nan, device="cpu").to(dtype).expand(length(self.own))
         return nothing if isinstance(nothing, FakeTensor) else nothing.as_subclass(StandIn)
 
     @property
     def bucket(self):
-        """The bucket that it is a part of."""
         return self._bucket()
-
-    @property
-    def gradient_tier(self):
-        """The tier of its mean gradient."""
-        return self.bucket.gradients_at.tier
-
-    @property
-    def is_apart(self):
-        """Whether the master weights are a copy, not a view of the parameters."""
-        return self.bucket.masters_at is not self.bucket.parameters_at
 
     # ---- its mean gradient --------------------------------------------------------------------------------------
 
     @property
     def mean(self):
-        """The mean gradient since the last step, if it is in memory."""
         return super().mean if self._lent_mean is None else self._lent_mean
 
     @property
@@ -253,19 +224,23 @@ class SubGroup(OptimizerShard):
 
     @contextlib.contextmanager
     def mean_in_memory(self, write=False):
-        """See `OptimizerShard.mean_in_memory`; reads a mean that lies on disk."""
         self.lend_mean()
         yield self.mean
         if write and self.gradient_shard is None:
             self._mean_at.put_back(self.own)
-        self.drop_mean()
+        self.give_back_mean()
 
     def lend_mean(self):
-        """Read `mean` into memory."""
         if self.gradient_shard is None:
             self._lent_mean = _ready(*self._mean_at.lend(self.own))
 
-    def drop_mean(self):
+    def drop(self):
+        """Drop the sum of the step's earlier means, and what was lent."""
+        self.adds = False
+        self.give_back_mean()
+        super().drop()
+
+    def give_back_mean(self):
         """Give back a mean that was lent, or whose read has begun."""
         self._lent_mean = None
         if self.gradient_shard is None:
@@ -289,7 +264,7 @@ class SubGroup(OptimizerShard):
         if self.gradient_tier.on_host != self.tier.on_host:
             mean = self.tier.empty_like(self.mean)
             self._carry(bus, self.mean, mean, self.tier)
-            self.drop_mean()
+            self.give_back_mean()
             self._lent_mean = mean
         parameters_at = self.bucket.parameters_at
         if self.is_apart and parameters_at.tier.on_host == self.tier.on_host:
@@ -299,7 +274,7 @@ class SubGroup(OptimizerShard):
 
     def swap_out(self, optimizer, bus):
         """Begin to write the results of its step back to their places."""
-        self.drop_mean()
+        self.give_back_mean()
         parameters_at = self.bucket.parameters_at
         if self.is_apart:
             if parameters_at.tier.on_host != self.tier.on_host:
@@ -325,13 +300,9 @@ class SubGroup(OptimizerShard):
         return {None: self.bucket.masters_at, **there}
 
     def _show(self, optimizer, name, tensor):
-        if name is None:
-            self.show_master(tensor)
-        else:
+        if name is not None:
             optimizer.state[self.master][name] = tensor
-
-    def show_master(self, tensor):
-        """Let the master weights be this tensor."""
+            return
         self.master.data = tensor
         if isinstance(tensor, StandIn) or isinstance(self.master, StandIn):
             become([self.master], StandIn if isinstance(tensor, StandIn) else nn.Parameter)
@@ -345,7 +316,6 @@ class SubGroup(OptimizerShard):
     # ---- at rest ------------------------------------------------------------------------------------------------
 
     def adopt(self, states):
-        """Move states that the optimizer has made, {name: state}, to their places."""
         if not self._on_disk:
             self.tier.adopt(states)
             return
@@ -354,20 +324,20 @@ class SubGroup(OptimizerShard):
                 self._place_of(name, value.dtype).store(self.own, value)
                 states[name] = self.stand_in(value.dtype)
 
-    def take_state(self, name, fill):
+    def take_state(self, name, dtype, fill):
         """Fill one of the optimizer's states at its place, by `fill(target)`; return what stands for it."""
         if not self._on_disk:
-            return super().take_state(name, fill)
-        place = self._place_of(name, torch.float32)
+            return super().take_state(name, dtype, fill)
+        place = self._place_of(name, dtype)
         values, _ = place.lend(self.own, fresh=True)
         fill(values)
         place.put_back(self.own)
-        return self.stand_in()
+        return self.stand_in(dtype)
 
     def _place_of(self, name, dtype):
         """The place on disk of one of the optimizer's states, for the whole shard."""
         places, bucket = self.bucket.states_at, self.bucket
-        if name not in places or places[name].dtype != dtype:  # a load, for instance, makes them all fp32
+        if name not in places or places[name].dtype != dtype:
             places[name] = self.tier.keep(bucket.shard_numel, dtype, bucket.name)
         return places[name]
 

@@ -16,7 +16,7 @@ from common.errors import InputError
 from common.ranks.lanes import Handle, lane_of
 from common.tensors import host_value, length, tensors_of_state
 from common.tiers.memory import HERE, Host
-from common.tiers.swap import PAGE, CountedFile, SwapFile, padded
+from offload.swap import PAGE, CountedFile, SwapFile, padded
 
 
 class OnDisk:
@@ -44,10 +44,10 @@ class OnDisk:
         buffer, _, ready = self._lent[part.start, part.stop]
         return self._view(buffer, part), ready
 
-    def put_back(self, part, after=HERE):
-        """Begin to write a lent part once `after`, the Handle of what changes it, is done."""
+    def put_back(self, part):
+        """Begin to write a lent part."""
         buffer, staging, _ = self._lent.pop((part.start, part.stop))
-        staging.give_back(buffer, self._write(part, buffer, after))
+        staging.give_back(buffer, self._write(part, buffer))
 
     def drop(self, part, after=HERE):
         """Give a lent part back unwritten once `after`, the Handle of what reads it, is done; or cancel an `ahead`."""
@@ -89,10 +89,8 @@ class OnDisk:
     def _read(self, part, buffer):
         return self._move("read", part, buffer, self._written_before(part))
 
-    def _write(self, part, buffer, after):
-        before = self._written_before(part)
-        both = Handle((), lambda buffers: (before.wait(), after.wait_on_host()))
-        write = self._move("write", part, buffer, both)
+    def _write(self, part, buffer):
+        write = self._move("write", part, buffer, self._written_before(part))
         for begin, end in list(self._writes):  # waiting for this write waits for those that it covers
             if part.start <= begin and end <= part.stop:
                 del self._writes[begin, end]
@@ -145,11 +143,7 @@ class Disk(Host):
             return whole[begin : begin + nbytes].view(dtype)
 
     def keep(self, numel, dtype, label):
-        """A place for a state [numel]."""
         return OnDisk(self, numel, dtype, label)
-
-    def adopt(self, states):
-        """A no-op: a sub-group moves its states to disk when it is swapped out."""
 
     def move(self, way, offset, buffer, label, after):
         """Begin to read or to write; see `SwapFile.move`."""
@@ -164,7 +158,6 @@ class Disk(Host):
             self._written.pop().wait()
 
     def buffers(self):
-        """The staging buffers."""
         return [*self.stepping.made, *self.shards.made, *super().buffers()]
 
 
@@ -187,7 +180,6 @@ class Staging:
         self._lock = threading.Lock()  # the host's lane takes buffers for gradients, the caller for parameters
 
     def take(self):
-        """An uninitialized buffer."""
         with self._lock:
             if len(self.made) < self.number or not self._free:
                 self.made.append(self._tier.empty(self.nbytes, torch.uint8))
@@ -210,11 +202,7 @@ class Disks:
 
     def __init__(self, comm, disk):
         self._comm, self._disk, self._lost = comm, disk, ()
-
-    @property
-    def flag_bytes(self):
-        """Bytes that a rank sends in `agree`."""
-        return 0 if self._disk is None else 4 * (self._comm.size - 1)
+        self.flag_bytes = 0 if disk is None else 4 * (comm.size - 1)  # that a rank sends in `agree`
 
     def finish(self):
         """Return when everything is written."""

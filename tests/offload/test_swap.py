@@ -16,13 +16,13 @@ import pytest
 import torch
 from machine import linux, small_disk
 from places import ROOT
-from training import make_engine, message_of, same_bits, train_step
+from training import make_engine, message_of, same_bits, train_step, zoo_engine
 
 from common.errors import InputError
 from common.loop import sha256
 from common.ranks.collectives import Collectives
-from common.tiers.disk import Disk
-from common.tiers.swap import PAGE
+from offload.disk import Disk
+from offload.swap import PAGE
 
 TINY = 0.02  # MiB of a sub-group: even tiny models have several
 ROOM = 4 * 2**20  # bytes of a disk that just holds two ranks' states
@@ -36,17 +36,6 @@ def fill(folder):
     with open(folder / "of-another", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(PAGE))
-
-
-@contextlib.contextmanager
-def nothing_reserved():
-    """A system that cannot reserve disk space, such as macOS."""
-    reserve = os.posix_fallocate
-    del os.posix_fallocate
-    try:
-        yield
-    finally:
-        os.posix_fallocate = reserve
 
 
 def begun(world, disk):
@@ -76,11 +65,12 @@ def test_a_disk_that_others_fill_does_not_stop_a_run_that_reserved_its_space(wor
 
 def fills_up(world, disk, saved):
     """Save; begin on a disk that rank 1 cannot reserve space on and that fills up before the first step; load."""
-    made = make_engine("offload.nvme", sub_group_mb=TINY)
-    train_step(made, world)
+    made = zoo_engine(world, "offload.nvme", sub_group_mb=TINY)
     made.save(saved)
     before = made.full_state_dict()
-    with nothing_reserved() if world.rank == 1 else contextlib.nullcontext():
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:  # its system cannot reserve disk space, such as macOS
+            patch.delattr(os, "posix_fallocate")
         made = begun(world, disk)
     made.comm.gather_objects(None)  # rank 0 has reserved its space by now
     if world.rank == 1:
@@ -171,7 +161,7 @@ def test_a_failure_in_one_ranks_folder_is_told_on_every_rank(world, tmp_path, ca
 
 FORKS = """
 import os, time
-from common.tiers.swap import SwapFile
+from offload.swap import SwapFile
 file = SwapFile({folder!r})
 file.reserve(2**20)
 if not os.fork():

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.accounting import Accounting, state_bytes
+from common.engine.accounting import STATES, Accounting, further_segments, state_bytes
 from common.measure.memory import HOST, storage_bytes, storage_id
 from common.measure.traffic import BUS, DISK
 from common.tensors import length
 from common.tiers.memory import taken
-from common.tiers.swap import padded
+from offload.swap import padded
 
-STATES, TIERS = ("parameters", "gradients", "optimizer"), ("device", "cpu", "nvme")
+TIERS = ("device", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class TieredAccounting(Accounting):
     """What a rank holds in each tier of `engine.tier`, and what moves between them."""
 
     def before_update(self):
-        """Note what every tier holds."""
         self.note_step()
         live, at_rest = super().live(), self._at_rest()
         in_flight = {"parameters": live["gathered units"], "gradients": live["buckets in flight"]}
@@ -52,7 +51,6 @@ class TieredAccounting(Accounting):
             self._held["device"][state] += storage_bytes(tensors)
 
     def measured(self):
-        """See `Accounting.measured`; with the counts of the other tiers."""
         counts, traffic = super().measured(), self._engine.comm.traffic
         counts |= {"host_state_bytes": self.held("cpu"), "bus_bytes_per_step": traffic.on_bus()}
         if "nvme" in self._engine.tier:
@@ -70,7 +68,6 @@ class TieredAccounting(Accounting):
         return counts
 
     def held(self, tier="device"):
-        """See `EngineBase.model_state_bytes`; `tier` is one of TIERS."""
         if not self._engine.buckets:  # a frozen model has no update
             self.before_update()
         return self._held and {**self._held[tier], "optimizer": _bytes(self._at_rest()["optimizer", tier])}
@@ -105,7 +102,6 @@ class TieredAccounting(Accounting):
         return any(other is bucket and what == "written" and number for what, other, number in self._last_looks)
 
     def kept(self):
-        """The model states on the device, by class."""
         at_rest = self._at_rest()
         return {state: at_rest[state, "device"] for state in STATES}
 
@@ -146,14 +142,15 @@ def predicted_in(tier, engine, buckets, summed=()):
         placed, each = engine.placed(bucket), bucket.kind.dtype.itemsize
         kept, per_tensor = state_bytes(bucket, engine) if bucket.kind.trainable else ([], 0)
         for state in STATES if bucket.kind.trainable else ["parameters"]:
-            parts = [(length(part), there) for part, there in placed[state] if there.name == tier]
-            for numel, there in bucket.allocated(parts):
+            parts = [length(part) for part, there in placed[state] if there.name == tier]
+            if parts:  # one allocation, however it is stepped
+                there = engine.tier[tier]
                 apart = bucket.sixteen_bit or there.delayed or there is not placed["parameters"][0][1]
                 widths = {"parameters": [each], "gradients": [each] * (1 + there.delayed), "optimizer": [4] * apart}
-                predicted[state] += sum(takes(numel * width) for width in widths[state])
+                predicted[state] += sum(takes(sum(parts) * width) for width in widths[state])
             if state == "gradients" and bucket in summed and bucket.sixteen_bit:
-                predicted[state] += sum(takes(numel * 4) for numel, _ in parts)
+                predicted[state] += sum(takes(numel * 4) for numel in parts)
             if state == "optimizer":
-                predicted[state] += sum(made(numel * width) for numel, _ in parts for width in kept)
-                predicted[state] += per_tensor * len(parts)
+                predicted[state] += sum(made(numel * width) for numel in parts for width in kept)
+                predicted[state] += per_tensor * (len(parts) + further_segments(bucket, tier))
     return predicted

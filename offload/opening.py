@@ -8,10 +8,10 @@ from common.measure.hardware import available, private_left
 from common.measure.memory import storage_bytes
 from common.ranks.agreement import check_agreement
 from common.ranks.collectives import SEGMENT
-from common.tiers.accounting import predicted_in
-from common.tiers.disk import Disk
 from common.tiers.memory import Device, Host
-from common.tiers.swap import PAGE, padded
+from offload.accounting import predicted_in
+from offload.disk import Disk
+from offload.swap import PAGE, padded
 
 
 def open_tiers(engine, read_ahead):
@@ -59,8 +59,6 @@ def check_room(engine, buckets):
             memory is too low.
     """
     comm = engine.comm
-    if comm.simulated:
-        return
     trained = [bucket for bucket in buckets if bucket.kind.trainable]
     needed = sum(predicted_in("cpu", engine, buckets).values())
     in_fp32 = [bucket.shard_numel * 4 * bucket.sixteen_bit for bucket in trained]  # gradients on their way to a step
