@@ -11,8 +11,8 @@ LOGIT = 12  # bytes of a logit at the loss: in fp32, its log-softmax, its gradie
 STEPPED = 12  # bytes that a step reads and writes for a parameter, and twice those of the optimizer's states
 SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on by default
 LOSS, HEAD, BLOCK, BUCKETS = "the loss", "the head's gradient", "a block's backward", "a second bucket"
-EMBEDDING = "the embedding's gradient"
-MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, EMBEDDING)  # of a step, at which memory peaks
+FIRST, EMBEDDING = "the first block's backward, which comes last", "the embedding's gradient"
+MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, FIRST, EMBEDDING)  # of a step, at which memory peaks
 STATES = ("parameters", "gradients", "optimizer")
 OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
 IN_UNITS = ("stage3_param", "zeropp", "offload.nvme", "zeropp.hybrid")
@@ -261,6 +261,8 @@ class Rank:
         if moment == EMBEDDING:
             embedding = self._unit("root") + self._unit("last") * (not self.shape.tied)
             return receives + w * (embedding + block + unit + self._unit("last", True))
+        if moment == FIRST and self.job.accumulate > 1:  # means are added up when all are in
+            receives += w * self.trained / self._sharers(way) * (way.tiers is None)
         codes = self._codes_in_flight(way, block, trained, self._layer()[-1]) if way.engine == "zeropp" else 0
         return receives + w * (self._unit("root") + 2 * block + unit) + codes  # the next block is gathered, too
 
@@ -303,6 +305,8 @@ class Rank:
             return inputs + (3 if shape.tied else 1) * embedding
         if moment == BUCKETS:  # what backward has gone through, when the first is full, is freed
             kept *= 1 - self.bucket / self.trained
+        if moment == FIRST:
+            kept *= 1 - (1 - 1 / shape.layers) / self.job.pipeline
         again = inside - inputs if self.job.checkpoints else 0
         waits = embedding if shape.tied else 0  # the head's, for the embedding's
         return kept + again + inputs + waits + w * (shape.working * tokens + shape.weights) / t
