@@ -2,6 +2,7 @@
 
     nn.Module.zero_grad         has no hook: gradients that lie in an engine would stay
     Optimizer.step              its global hook is public: an optimizer past an engine would find no gradients
+    nn.utils' clipping          has no hook: it would find no gradients either, and do nothing
     CheckpointFunction.forward  has no hook: a reentrant checkpoint's modules run unrecorded, and hide what they share
     a Parameter's class         a Parameter that is freed must say so when it is read, and stay the object that it is
     gloo's threads              are scheduled like others: they take the time of what they wait for
@@ -17,6 +18,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -40,6 +42,26 @@ def after_zero_grad(heard):
 def before_optimizers(heard):
     """Call `heard(optimizer, args, kwargs)` before each `step` of an optimizer."""
     register_optimizer_step_pre_hook(heard)
+
+
+def before_clipping(heard):
+    """Call `heard(parameters)` before torch clips the gradients of parameters, by their norm or by value.
+
+    A `clip_grad_value_` that was imported by its name before this is not seen.
+    """
+
+    def heard_first(clip):
+        @functools.wraps(clip)
+        def run(parameters, *args, **kwargs):
+            parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+            heard(parameters)
+            return clip(parameters, *args, **kwargs)
+
+        return run
+
+    by_norm, by_value = heard_first(clip_grad._clip_grads_with_norm_), heard_first(clip_grad.clip_grad_value_)
+    clip_grad._clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_ = by_norm  # `clip_grad_norm_` calls it
+    clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = by_value
 
 
 def in_reentrant_checkpoints(heard):

@@ -26,7 +26,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E40
 from interop.fabric import HOW_TO_CLIP, REST, ByEngine, checked, one_of  # noqa: E402
 
 MODEL = "model"  # the engine's folder in a checkpoint
-HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping")
+HOOKS = ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping"]
+HOOKS += ["optimizer_step"]  # most have it for their schedules, some for gradients
 NO_GRADIENTS = "p.grad is None there; read and write within trainer.strategy.engine.gradients(write=True)"
 LOST = "writes weights, which last in stages 0 to 2 in fp32 alone; average engine.full_state_dict() in its place"
 CLIPS = f"gradient_clip_algorithm='value': {HOW_TO_CLIP}"
@@ -100,9 +101,13 @@ class ZeroStrategy(ByEngine, DDPStrategy):
         if averages and any(bucket.loses_writes for bucket in self.engine.buckets):
             raise InputError(f"{type(averages[0]).__name__} {LOST}")
         found = [(one, hook) for one in those for hook in HOOKS if hasattr(one, hook) and is_overridden(hook, one)]
-        codes = {f"{type(one).__name__}.{hook}": getattr(getattr(one, hook), "__code__", None) for one, hook in found}
+        used = [(one, hook, _names(getattr(getattr(one, hook), "__code__", None))) for one, hook in found]
         known = {"gradients", "clip_gradients"}  # names in the code of a hook that knows where gradients are
-        told = [name for name, code in codes.items() if known.isdisjoint(getattr(code, "co_names", ()))]
+        told = [
+            f"{type(one).__name__}.{hook}"
+            for one, hook, names in used
+            if known.isdisjoint(names) and (hook != "optimizer_step" or "grad" in names)
+        ]
         if told:
             warnings.warn(f"{', '.join(told)}: {NO_GRADIENTS}", RuntimeWarning, stacklevel=2)
 
@@ -164,6 +169,12 @@ class ZeroStrategy(ByEngine, DDPStrategy):
 
     def load_model_state_dict(self, checkpoint, strict=True):
         """Nothing: the engine has loaded it."""
+
+
+def _names(code):
+    """The names of attributes and globals in a function's code, and in the functions that it makes."""
+    inner = (_names(one) for one in getattr(code, "co_consts", ()) if hasattr(one, "co_names"))
+    return set(getattr(code, "co_names", ())).union(*inner)
 
 
 class StepsAfter(Optimizer):

@@ -230,6 +230,7 @@ class StandIn(torch.optim.Optimizer):
             given.register_step_pre_hook(_TAKEN)
             given.state_dict = given.load_state_dict = _TAKEN
             given.zero_grad = lambda set_to_none=True: engine.zero_grad()
+            self._known = list(given.param_groups)
             engine.optimizer.register_load_state_dict_post_hook(Hook(self._share))  # a load makes new groups
             self._share()
 
@@ -238,6 +239,10 @@ class StandIn(torch.optim.Optimizer):
     defaults = property(lambda self: self._engine.optimizer.defaults)
 
     def _share(self, *_):
+        """Let both have the groups that the script knows, the very objects, with the engine's shards in them."""
+        for known, own in zip(self._known, list(self.param_groups), strict=True):
+            known.update(own)
+        self.param_groups[:] = self._known
         self._given.param_groups = self.param_groups
 
     def has_stepped(self):

@@ -83,7 +83,7 @@ def _source(file, state, extra_state):
         return tensor_file.Source(file)
     except (OSError, SafetensorError) as error:
         how = "give a safetensors file, the index of several (.json), or a state dict, such as torch.load(file)"
-        raise InputError(f"{error}; {how}") from error
+        raise InputError(f"{'it is a folder' if Path(file).is_dir() else error}; {how}") from error
 
 
 def names_in(source, state, extra_state=()):

@@ -262,8 +262,6 @@ class EngineBase(Backward, Files, NoModule):
         if self.state.failed:  # shards may have been stepped, all of them or a part
             self.weight_writes.accept_all()
         for bucket in self.buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
             bucket.drop()
         self.accounting.forget()
         self.state.failed = False

@@ -262,6 +262,14 @@ def _refuse_other_optimizers(optimizer, *_):
         )
 
 
+def _refuse_clipping(parameters):
+    if any(parameter.requires_grad and id(parameter) in engine_of for parameter in parameters):
+        raise RuntimeError(
+            "torch's clipping finds no gradients of parameters that an engine trains; build it with clip_norm=, clip "
+            "within `with engine.gradients(write=True) as gradients:`, or write the library's own call, if it has one"
+        )
+
+
 def _drop_gradients(module):
     """A module's `zero_grad()`: engines drop the gradients of its parameters."""
     parameters = dict.fromkeys(module.parameters())
@@ -270,4 +278,5 @@ def _drop_gradients(module):
 
 
 patches.before_optimizers(_refuse_other_optimizers)
+patches.before_clipping(_refuse_clipping)
 patches.after_zero_grad(_drop_gradients)

@@ -47,11 +47,22 @@ def a_step_of_a_part_of_the_model(engine, x):
     torch.optim.Adam(engine.module.head.parameters()).step()
 
 
+def gradients_clipped_by_torch(engine, x):
+    engine.backward(loss(engine(x)))
+    nn.utils.clip_grad_norm_(engine.module.head.parameters(), 1.0)
+
+
+def gradients_clipped_by_value(engine, x):
+    engine.backward(loss(engine(x)))
+    nn.utils.clip_grad_value_(engine.module.head.weight, 1.0)
+
+
 MISUSES = {
     backward_of_an_old_graph: "modified by an inplace operation",
     backward_past_the_engine: r"^'.+' got a gradient .* engine.backward\(\): write that, not loss.backward\(\)$",
     the_engines_optimizer_by_hand: r"^engine.optimizer.step\(\) has no gradients to step by; write engine.step\(\)$",
     a_step_of_a_part_of_the_model: r"^this Adam has parameters that an engine trains, .* write engine.step\(\)$",
+    **dict.fromkeys((gradients_clipped_by_torch, gradients_clipped_by_value), "^torch.s clipping finds no gradients"),
 }
 
 

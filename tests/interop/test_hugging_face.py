@@ -149,6 +149,7 @@ def test_what_an_optimizer_would_lose_is_named(words):
 def test_the_scripts_scheduler_sets_the_rates_whatever_made_new_groups(world, tmp_path, name):
     model = nn.Linear(4, 4).to(world.device)
     given = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = given.param_groups[0]
     engine, rates = engine_for(name, model, given, {}), torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
     optimizer = Optimizer(engine, given)
 
@@ -156,7 +157,7 @@ def test_the_scripts_scheduler_sets_the_rates_whatever_made_new_groups(world, tm
         engine.backward(engine(torch.ones(1, 4, device=world.device)).sum())
         optimizer.step()
         rates.step()
-        return {of.param_groups[0]["lr"] for of in (given, optimizer, engine.optimizer)}
+        return {group["lr"] for group in (held, *(of.param_groups[0] for of in (given, optimizer, engine.optimizer)))}
 
     assert step() == {0.05}
     kept = engine.snapshot()
@@ -164,6 +165,8 @@ def test_the_scripts_scheduler_sets_the_rates_whatever_made_new_groups(world, tm
     for back in (partial(engine.restore, kept), partial(engine.load, tmp_path)):
         assert step() == {0.025}
         back()
+        held["weight_decay"] = 0.5  # as a script does that holds the group
+        assert engine.optimizer.param_groups[0]["weight_decay"] == 0.5
     assert step() == {0.025}
     with engine.gathered():
         other = copy.deepcopy(model)

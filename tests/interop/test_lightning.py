@@ -249,12 +249,15 @@ def test_a_hook_that_would_find_no_gradients_is_named_unless_it_asks_for_them(wo
         with trainer.strategy.engine.gradients() as gradients:
             norms.append(gradients["scale.weight"].norm().item())
 
+    def optimizer_step(epoch, batch, optimizer, closure):
+        optimizer.step(closure=lambda: (closure(), [parameter.grad for parameter in model.parameters()])[0])
+
     norms, hooks = [], {"on_after_backward": lambda: None, "on_before_optimizer_step": on_before_optimizer_step}
     with hf.as_by_torchrun(world), pytest.warns(RuntimeWarning) as caught:
-        trainer = trainer_of(2, "stage3_param")
-        fit(trainer, module_of(**hooks))
+        trainer, model = trainer_of(2, "stage3_param"), module_of(**hooks, optimizer_step=optimizer_step)
+        fit(trainer, model)
     (said,) = (str(one.message) for one in caught if "engine.gradients" in str(one.message))
-    assert said.startswith("Module.on_after_backward: p.grad is None there")
+    assert said.startswith("Module.on_after_backward, Module.optimizer_step: p.grad is None there")
     assert len(norms) == EPOCHS * BATCHES and all(norms)
 
 

@@ -28,7 +28,7 @@ FILES = [
     "common/tensors.py",
     "common/ranks/lanes.py",
     "common/ranks/collectives.py",
-    *(f"common/engine/{name}.py" for name in ("base", "bucket", "master_weights")),
+    *(f"common/engine/{name}.py" for name in ("accumulation", "base", "bucket", "master_weights")),
     *(f"common/tiers/{name}.py" for name in ["bus", "memory", "activations"]),
     *(f"offload/{name}.py" for name in ["cpu", "nvme", "stepping", "sub_group", "disk", "swap"]),
     *("stage3_param/engine.py", "zeropp/engine.py", "zeropp/transports.py", "zeropp/hybrid.py", "zeropp/chain.py"),
