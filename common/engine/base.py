@@ -120,7 +120,8 @@ class EngineBase(Backward, Files, NoModule):
         self._module = model
         if optimizer is None and not any(parameter.requires_grad for parameter in model.parameters()):
             optimizer = partial(torch.optim.SGD, lr=0.0)  # a frozen model takes no step
-        validation.agree(self, optimizer, param_groups, init, keep_fp32, model_parallel)  # sets `dtype`
+        # Sets `dtype`, `param_groups` and `counts`, as checked.
+        validation.agree(self, optimizer, param_groups, init, keep_fp32, model_parallel)
         self.comm.owner = trace.name_of(self, self.comm)
 
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
@@ -141,13 +142,13 @@ class EngineBase(Backward, Files, NoModule):
             bucket.note_storages()
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()  # gradients may arrive in another engine's backward first
-        self.parts = Parts(model)
+        self.parts = Parts(model)  # its modules and parameters, to see what a user adds or removes
         self.buffers = Buffers(self.parts, self.comm, broadcast_buffers)
         self.accounting = self.accounting_class(self)
         self.make_optimizer = optimizer
         self.optimizer = building.optimizer_over(self.buckets, optimizer, self.param_groups, param_groups is None)
         self._group_of = groups_of(self.optimizer)
-        self.options = Options(self.optimizer, self.counts)
+        self.options = Options(self.optimizer, self.counts)  # of its groups: every shard of a step starts from the same
         self.weight_writes = WeightWrites(self.buckets + self.frozen)
         self.guards = Guards(self)
 
@@ -159,7 +160,7 @@ class EngineBase(Backward, Files, NoModule):
         self.synchronize()
         return self._module
 
-    @entered("engine()", ordinary=False)
+    @entered("engine()", ordinary=False)  # it may run in torch.inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with inputs moved to the engine's device, floating ones cast to the precision."""
         self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
@@ -226,7 +227,7 @@ class EngineBase(Backward, Files, NoModule):
             self.accounting.reductions += 1
 
     def step_shard(self, shard: OptimizerShard) -> None:
-        """Step the optimizer over one `OptimizerShard`, with its gradients cast to fp32."""
+        """Step one `OptimizerShard`, with its gradient cast to fp32: the optimizer has no other for this one call."""
         self.state.failed = True  # until the gradients are dropped, which ends the step
         gradient, lender = shard.mean, shard.tier or self.comm  # which lends memory for a copy
         if gradient.dtype != torch.float32:

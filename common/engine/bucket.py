@@ -23,7 +23,12 @@ class Owned:
 
 
 class Bucket(Accumulation, FlatRange):
-    """A run, with the tensors that this rank holds of it. Its gradients are described in `Accumulation`.
+    """A run, with the tensors that this rank holds of it.
+
+    A backward packs this rank's own gradients into `local_gradients`, of the whole run. Their mean over ranks arrives
+    in `gradients`, as long as `owned` says; the sum of several backwards is in fp32 beside it: see `Accumulation`. The
+    optimizer steps an `OptimizerShard`: `part` of the run, `master`, the fp32 weights that it steps, and `stepped`, the
+    parameters that are rounded from them or, in fp32, are them.
 
     Attributes:
         parameters: a flat tensor, as long as `owned` says.
@@ -111,7 +116,7 @@ class Bucket(Accumulation, FlatRange):
         return self.parameters if self.full_parameters is None else self.full_parameters
 
     def sum_of_bits(self):
-        """A checksum that reveals writes to the whole parameters; costs one read of them.
+        """A checksum that reveals writes to the whole parameters, unless 8-byte words trade places; costs one read.
 
         It is an int64 scalar tensor on the device, so the host need not wait for it.
         """

@@ -3,14 +3,14 @@
 Index arithmetic alone: nothing here holds a parameter's values or communicates. Stages 0 to 2 pack runs of about
 `bucket_mb` (buckets), stage 3 one run per unit and kind; both then cut a run in the same way:
 
-    run      | a a a a a a a | b b b | gap | c c c c c | padding |
-    shards   |    rank 0     |    rank 1   |   rank 2  |  rank 3 |      shard_numel elements each
+    run      | a a a a a a a a a | b b | gap | c c c c c c | padding |
+    shards   |    rank 0   |    rank 1   |    rank 2   |    rank 3   |      shard_numel elements each
 
 A gap is padding too: it lets the next parameter begin at an aligned address. Parameters of a group with `"whole": True`
 are dealt to ranks whole, so that their optimizer may look at a matrix; shards are as long as the longest:
 
-    run      | a a a a a a a a a | b b b b b | padding | c c c | gap | d d |
-    shards   |      rank 0       |       rank 1        |      rank 2       |
+    run      | a a a a a a a a a | b b b b | padding | c c c | gap | d d |
+    shards   |      rank 0       |      rank 1       |      rank 2       |
 """
 
 import heapq
@@ -59,13 +59,13 @@ class Kind:
     block: int = 1  # elements that share a scale where ZeRO++ quantizes; slots and shards begin with a block
 
     @property
-    def slot(self):
-        """The elements of which a slot begins at a multiple."""
+    def slot_alignment(self):
+        """A slot begins at a multiple of so many elements."""
         return math.lcm(SLOT_BYTES // self.dtype.itemsize, self.block)
 
     @property
-    def alignment(self):
-        """The elements of which a shard has a multiple."""
+    def shard_alignment(self):
+        """A shard has a multiple of so many elements."""
         return math.lcm(ALIGNMENT, self.block)
 
 
@@ -87,8 +87,8 @@ class FlatRange:
         # Undivided parameters are dealt to N shards; all others stay in a row, which is then cut into N.
         shards = deal(named_parameters, kind, world_size if kind.undivided else 1)
         cut_by = world_size // len(shards)
-        longest = max((slot.end for shard in shards for slot in shard), default=1)
-        self.shard_numel = round_up(max(longest, 1), cut_by * kind.alignment) // cut_by
+        longest = max([1, *(slot.end for shard in shards for slot in shard)])
+        self.shard_numel = round_up(longest, cut_by * kind.shard_alignment) // cut_by
         self.padded_numel = self.shard_numel * world_size
         self.slots = {  # name -> slot, in order
             slot.name: replace(slot, offset=slot.offset + number * self.shard_numel)
@@ -145,8 +145,9 @@ class FlatRange:
     @property
     def padding_ratio(self):
         """Its length over that of the same parameters in a row, which shards may cut."""
-        cut = sum(round_up(slot.numel, self.kind.slot) for slot in self.slots.values())
-        return self.padded_numel / round_up(max(cut, 1), self.padded_numel // self.shard_numel * self.kind.alignment)
+        cut = sum(round_up(slot.numel, self.kind.slot_alignment) for slot in self.slots.values())
+        ranks = self.padded_numel // self.shard_numel
+        return self.padded_numel / round_up(max(cut, 1), ranks * self.kind.shard_alignment)
 
     def check_padding(self):
         """Refuse whole parameters that N equal shards hold badly."""
@@ -172,7 +173,7 @@ def deal(named_parameters, kind, ranks):
     shards, ends = [[] for _ in range(ranks)], [(0, rank) for rank in range(ranks)]
     for name, parameter in sorted(named_parameters, key=lambda member: -member[1].numel() if ranks > 1 else 0):
         end, rank = heapq.heappop(ends)
-        offset = round_up(end, kind.slot)
+        offset = round_up(end, kind.slot_alignment)
         shards[rank].append(Slot(name, tuple(parameter.shape), parameter.numel(), offset))
         heapq.heappush(ends, (shards[rank][-1].end, rank))
     return shards

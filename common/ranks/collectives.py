@@ -290,19 +290,20 @@ class Collectives:
             mean_in_rank_order(self._collect(parts, received), mean, divisor)
 
     def _reduce_in_nccls_order(self, tensor, result, divisor):
-        """Average by NCCL, which multiplies every piece by 1/N before it adds: exact if N is a power of two.
+        """Average by NCCL, which multiplies every piece by 1/N before it adds: if N is a power of two, no bit is lost.
 
-        For any other divisor, it is a sum and a division: first the division in fp16, where a sum could overflow.
+        (But of subnormal numbers.) For any other divisor, it is a sum and a division: first the division in fp16, where
+        a sum could overflow.
         """
         dtype = self.reduced_in(tensor.dtype)
         source = tensor.to(dtype)  # the tensor itself if it has that dtype
-        mean = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
+        in_place = result is tensor
+        mean = source if in_place else result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
         averages = self.backend == "nccl" and divisor == self.size and self.size & (self.size - 1) == 0
         operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         if not averages and dtype == torch.float16:
             source.div_(divisor)
-        if result is tensor:
-            mean = source
+        if in_place:
             dist.all_reduce(source, operation, group=self.group)
         else:
             REDUCE_SCATTER(mean, source, operation, group=self.group)

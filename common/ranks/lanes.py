@@ -24,7 +24,7 @@ from common.ranks import trace
 from common.tensors import stream_number
 
 # Lanes of the host's own work, which go on after an error: threads even with a GPU, or one CPU rank.
-APART = ("host", "saving")
+OF_THE_HOST = ("host", "saving")
 CPU = torch.device("cpu")
 AT_EXIT = 10.0  # seconds that a program waits for its collectives when it ends
 
@@ -69,13 +69,14 @@ class ThreadLane:
     """The lane on CPU: one thread, so that gloo and the additions overlap with forward and backward.
 
     After an error the ranks may be out of step, and the next collective would meet the messages of the failed one:
-    so nothing runs on the lane any more, and every later `wait` raises that error. Lanes in APART go on: the error of
-    a step of the host or of a save is raised by its own `wait` alone.
+    so nothing runs on the lane any more, and every later `wait` raises that error. Lanes in OF_THE_HOST go on: the
+    error of a step of the host or of a save is raised by its own `wait` alone. The thread ends with its lane.
     """
 
     def __init__(self, name="collectives", device=CPU):
-        self._queue, self._goes_on, self._device = queue.SimpleQueue(), name in APART, device
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._queue = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._queue, name in OF_THE_HOST, device), name=name, daemon=True).start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(self, work, *buffers):
         under_way, errors = threading.Lock(), []
@@ -95,24 +96,25 @@ class ThreadLane:
         """Return when all is done, or after `within` seconds; raise what a collective raised."""
         self.submit(lambda: None)._wait((), within)
 
-    def _run(self):
-        choose_device(self._device)
-        failure = []
-        while True:
-            work, under_way, errors, handle = self._queue.get()
-            try:
-                if not failure:
-                    work()
-            except Exception as error:
-                failure.append(error)
-            errors += failure
-            if self._goes_on:
-                failure.clear()
-            # The buffers go before the waiter wakes, so that it does not count their memory.
-            del work
-            handle.buffers = ()
-            under_way.release()
-            del handle
+
+def _run(submitted, goes_on, device):
+    """A lane's thread: do what is submitted, until the lane has gone."""
+    choose_device(device)
+    failure = []
+    for work, under_way, errors, handle in iter(submitted.get, None):
+        try:
+            if not failure:
+                work()
+        except Exception as error:
+            failure.append(error)
+        errors.extend(failure)
+        if goes_on:
+            failure.clear()
+        # The buffers go before the waiter wakes, so that it does not count their memory.
+        del work
+        handle.buffers = ()
+        under_way.release()
+        del handle
 
 
 class StreamLane:
@@ -219,12 +221,12 @@ def backend_of(group):
 def lane_of(group, backend, name="collectives"):
     """One lane for a group, shared by all its users: two would issue collectives in a random order.
 
-    Its name is "collectives", "bus", "disk" or, in APART, "host" for steps of the host and "saving".
+    Its name is "collectives", "bus", "disk" or, in OF_THE_HOST, "host" for steps of the host and "saving".
     """
     lanes = _lanes.setdefault(group, {})
     if name not in lanes:
         alone = backend == "gloo" and dist.get_world_size(group) == 1
-        if name in APART and backend != "fake":
+        if name in OF_THE_HOST and backend != "fake":
             lanes[name] = ThreadLane(name, device_of(backend))
         else:
             lanes[name] = InlineLane() if alone else LANES[backend](name)

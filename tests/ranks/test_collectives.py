@@ -280,6 +280,15 @@ def test_wait_raises_what_the_lane_raised_and_nothing_runs_after_it():
     assert ran == ["before"]
 
 
+def test_a_lanes_thread_ends_when_the_lane_is_gone():
+    lane = ThreadLane("short")
+    lane.submit(lambda: None).wait()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "short")
+    del lane
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
 def test_a_handle_holds_its_buffers_while_the_work_runs_and_no_longer():
     lane, started, release = ThreadLane(), threading.Event(), threading.Event()
     buffer = torch.zeros(3)

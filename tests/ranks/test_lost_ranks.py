@@ -48,7 +48,8 @@ def test_under_torchrun_every_rank_that_is_left_names_the_lost_one(stage):
 
 
 @pytest.mark.parametrize("stage", ["stage0_ddp", "stage3_param"])
-def test_a_local_world_tells_what_the_other_ranks_say_of_the_dead_one(stage):
+def test_a_local_world_tells_what_the_other_ranks_say_of_the_dead_one(monkeypatch, stage):
+    monkeypatch.setattr("common.ranks.world.REPORT_GRACE_SECONDS", PATIENCE)
     with LocalWorld(3, oversubscribe=True) as world, pytest.raises(RankFailed) as caught:
         world.run(train, stage, timeout=PATIENCE)
     first, *others = str(caught.value).splitlines()
