@@ -18,6 +18,9 @@ Phases of a step, over N ranks and Ψ parameters:
 Units may nest. The last unit inside the model, and the root around it, end the forward and begin the backward: they
 stay gathered in between, and need no second gather. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N
 Ψ, as in the paper.
+A unit is *gathered* from the start of its all-gather until its buffer is freed, and *shown*, so that its weights can be
+read, while it runs, its backward is open or a context pins it. `BackwardOrder` has the calls of units, their forwards
+whose backward is to come, in an order that all ranks share.
 
 Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in fp32 as in 16-bit.
 """
@@ -65,7 +68,7 @@ class Engine(EngineBase):
                 bucket.unit = unit
                 bucket.full_parameters = self.comm.buffer(bucket.padded_numel, dtype=bucket.kind.dtype)
                 bucket.values = units.Values(bucket)
-            unit.gathered = True  # its buffer is allocated
+            unit.gathered = True  # its buffer has just been allocated
             self.free(unit)
         self.forward_prefetch, self.backward_prefetch = units.PrefetchOrder(), units.PrefetchOrder()
         self.ended, self.kept = [], []  # units whose forward ended since another began; units kept for backward
@@ -105,7 +108,7 @@ class Engine(EngineBase):
             self.gather(order.ahead())
 
     def hide(self, unit):
-        """A unit has run: a read of its weights raises from here on, or moves them to the unit that runs (`Freed`)."""
+        """A unit has run. A read of its weights now raises or, within a forward, moves them to the unit that runs."""
         for bucket in unit.buckets if not unit.pins else ():
             bucket.values.hide()
 
@@ -134,7 +137,7 @@ class Engine(EngineBase):
         """Undo a `pin`. A unit that was `whole` before stays so: a backward may wait for it, or for its values."""
         unit.pins -= 1
         if unit.shown_before:
-            unit.gathered = unit.whole_before or unit.pins > 0  # else only a penalty's graph needs its values
+            unit.gathered = unit.whole_before or unit.pins > 0  # else they are shown to a gradient penalty's graph
         elif unit.whole_before:
             self.hide(unit)
         else:
@@ -148,13 +151,13 @@ class Engine(EngineBase):
         self.ended, self.kept = [], []
         self.backward_order.begin_forward()
         for unit, watch in zip(self.units, self.watches, strict=True):
-            watch.move_hooks()  # hooks of others, added since, may read the weights
+            watch.move_hooks()  # first and last again: those of others, added since, may read the weights
             unit.depth = 0
             self.free(unit)
 
     def before_forward(self, unit):
         """Phase 1. A unit is about to run: free the units that ended before it, and gather this one."""
-        unit.enclosing.update(other for other in self.units if other.depth > 0)  # see `beside`
+        unit.enclosing.update(other for other in self.units if other.depth > 0)  # it runs inside these
         self.free_ended()
         self.ended.clear()  # else the next unit would free one of them that is prefetched for another call
         self.unshard(unit, self.forward_prefetch)
@@ -191,7 +194,7 @@ class Engine(EngineBase):
         self.kept, self.in_flight = [], []
 
     def before_recomputation(self, unit):
-        """An activation checkpoint is about to recompute a unit. Until its backward only units `apart` are freed."""
+        """An activation checkpoint is about to recompute a unit. It stays until its backward, unless it is `apart`."""
         passed = self.backward_order.until_checkpoint(unit)
         if passed is not None:  # autograd has reached that checkpoint, so units whose backward is open are over
             for one in passed:
