@@ -1,6 +1,5 @@
 """The training command of every stage: `python -m stage2_grad`, alone or under torchrun."""
 
-import argparse
 import importlib
 import json
 import os
@@ -49,7 +48,7 @@ def main(package, arguments=None, add_own=None):
         add_own: `add_own(parser)` adds this package's own options, and returns a function from the parsed options to
             the engine's name and its keyword arguments, {name: value}; that raises InputError for invalid options.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
+    parser = outputs.Parser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
     runs.add_arguments(parser)
     outputs.add_options(parser, OPTIONS["engine"])

@@ -92,8 +92,10 @@ def plan(options):
     shape, machine = shape_of(options), machine_of(options)
     job = job_of(options, shape, machine)
     budget = size_of(options.budget) if options.budget else USABLE * machine.holds
+    if budget > machine.holds:
+        raise InputError(f"--budget {options.budget}: a GPU has {show_bytes(machine.holds)}; --memory changes that")
     rank, among = Rank(shape, machine, job), ways(options.own)
-    rows = rows_of(shape, machine, job, budget, among)
+    rows, fused = (rows_of(shape, machine, one, budget, among) for one in (job, replace(job, fused_loss=True)))
     tokens = rank.ranks * job.batch * job.accumulate * rank.sequence
     for way, row in zip(among, rows, strict=True):
         row["largest_batch"] = largest_batch(shape, machine, job, budget, way)
@@ -114,7 +116,7 @@ def plan(options):
         "compute_seconds": rank.compute_seconds(),
         "computing_seconds": rank.computing(),
         "rows": rows,
-        "advice": advice(rows, budget, rank),
+        "advice": advice(rows, budget, rank) + fusing(rows, fused),
         "notes": notes(options, machine, rank) + ([landmark["said"]] if landmark else []),
     }
 
@@ -271,9 +273,24 @@ def advice(rows, budget, rank):
     return said
 
 
+def fusing(rows, fused):
+    """What a loss that keeps no logits would change about the advice, in words; "" if nothing."""
+    row, now = advised(fused), advised(rows)
+    if row is None or (now and now["way"] == row["way"]):
+        return ""
+    saved = next(other for other in rows if other["way"] == row["way"])["device"] - row["device"]
+    return f" With --fused-loss, which saves {show_bytes(round(saved))} there, {row['way']} fits."
+
+
 def notes(options, machine, rank):
     """What the figures leave out, or take for granted."""
-    said, node, degree = [], options.per_node or machine.ranks_per_node, options.tensor * options.pipeline
+    shape, degree = rank.shape, options.tensor * options.pipeline
+    node = min(options.per_node or machine.ranks_per_node, options.world_size)
+    said = [shape.guessed] if shape.guessed else []
+    if not options.budget:
+        said.append(f"Of {show_bytes(machine.holds)} a tenth is left to CUDA, NCCL and the allocator.")
+    if 0 < shape.longest < rank.sequence:
+        said.append(f"{shape.name} was made for samples of {shape.longest:,} tokens at most.")
     if degree > 1:
         said.append(
             f"Ranks are placed tensor-parallel first, then by pipeline, so that a node's links serve {rank.rings} "
@@ -287,13 +304,19 @@ def notes(options, machine, rank):
             f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}. Its sums send "
             f"{show_bytes(round(rank.sent_in_sums))} more on a GPU in a step; the seconds leave them out."
         )
-    if options.tensor > node or node % options.tensor:
+    if shape.vocabulary % options.tensor:
+        said.append(f"{options.tensor} tensor-parallel ranks do not divide {shape.vocabulary:,} tokens: pad them.")
+    if options.world_size > node and (options.tensor > node or node % options.tensor):
         said.append(
             f"Some tensor-parallel groups of {options.tensor} lie on several nodes of {node}: their all-reduces cross "
             "the links between nodes."
         )
+    if shape.layers % options.pipeline:
+        most = -(-shape.layers // options.pipeline)
+        said.append(
+            f"{options.pipeline} stages do not divide {shape.layers} layers: some have {most}, and all wait for them."
+        )
     if options.pipeline > 1:
-        shape = rank.shape
         most = (-(-shape.layers // options.pipeline) * shape.block + max(shape.root, shape.last)) / options.tensor
         said.append(
             f"A pipeline's stages count as equal here, {rank.psi:.3g} parameters; one with the embedding or the head "
@@ -374,12 +397,14 @@ def tables(results):
     held, moved = [], []
     for row in rows:
         sizes = (sum(row["states"].values()), row["transient"], row["activations"], row["device"])
-        fits = "yes" if row["fits"] else f"no: {row['full'] or 'nodes'}"
-        held.append([row["way"], *(show_bytes(round(size)) for size in sizes), fits, str(row["largest_batch"])])
+        fits = ["yes"] if row["fits"] else ["no:", row["full"] or "nodes"]
+        held.append(
+            [row["way"], *(show_bytes(round(size)) for size in sizes), " ".join(fits), str(row["largest_batch"])]
+        )
         counts = [show_bytes(round(row[name])) for name in ("host", "disk", "sent", "bus", "disk_moved")]
         speed = f"{row['tokens_per_second']:,.0f}"
-        days = [] if row["days"] is None else [f"{row['days']:.3g}"]
-        moved.append([row["way"], *counts, fits, f"{row['step_seconds']:.3g} s", speed, *days])
+        days = [] if row["days"] is None else [f"{row['days']:,.{2 * (row['days'] < 10)}f}"]
+        moved.append([row["way"], *counts, fits[0].strip(":"), f"{row['step_seconds']:.3g} s", speed, *days])
     by_speed = sorted(range(len(moved)), key=lambda at: (not rows[at]["fits"], rows[at]["step_seconds"]))
     moved = [moved[at] for at in by_speed]
     note = (

@@ -98,8 +98,9 @@ class Rank:
         self.sequence = job.sequence or shape.sequence
         if shape.positions and self.sequence > shape.positions:
             raise InputError(f"--seq {self.sequence}: {shape.name} has {shape.positions} positions at most")
-        if shape.heads % job.tensor:
-            raise InputError(f"--tensor {job.tensor}: it does not divide the {shape.heads} heads of {shape.name}")
+        for heads, of in ((shape.heads, ""), (shape.kv_heads, " of keys and values")):
+            if heads % job.tensor:
+                raise InputError(f"--tensor {job.tensor}: it does not divide the {heads} heads{of} of {shape.name}")
         if job.pipeline > shape.layers:
             raise InputError(f"--pipeline {job.pipeline}: {shape.name} has {shape.layers} layers; give as many at most")
 

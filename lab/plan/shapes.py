@@ -1,7 +1,6 @@
 """Shapes: of a model's parts as a paper's table has them, of a Hugging Face config.json, of a module, of a size."""
 
 import json
-import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +17,14 @@ from lab.simulate.own import PRESETS, model_of
 
 ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
 SEQUENCE, VOCABULARY = 2048, 50257
+LEAST, MOST = 1e6, 1e18  # of a size; whoever writes 7 or 40 means 7B and 40GB
 KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
     "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_query_groups"),
     "head": ("head_dim",),
-    "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"),
     "vocabulary": ("vocab_size",),
     "sequence": ("max_position_embeddings", "n_positions"),
     "experts": ("num_local_experts", "num_experts"),
@@ -35,6 +35,8 @@ CONFIGS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3",
 # Keys of models that are others, unless they have these values.
 OTHERS = {"n_routed_experts": None, "shared_expert_intermediate_size": None, "kv_lora_rank": None}
 OTHERS |= {"quantization_config": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+GUESSED = {"kv_heads": "num_key_value_heads: as many as queries have are taken"}
+GUESSED |= {"ffn": "intermediate_size: 8/3 of hidden_size is taken"}
 DEFAULTS = {"mixtral": {"kv_heads": 8, "active": 2}, "mistral": {"kv_heads": 8}, "qwen3_moe": {"active": 8}}
 
 
@@ -59,8 +61,10 @@ class Shape:
     trained_last: float | None = None
     active: float | None = None  # parameters that a token is multiplied with; None is all
     tied: bool = False  # the head is the embedding
-    heads: int = 0  # of queries; this and the next are 0 if they are not known, or without limit
+    heads: int = 0  # of queries; this and the next three are 0 if they are not known, or without limit
+    kv_heads: int = 0
     positions: int = 0  # that are learned, so that a sample cannot be longer
+    longest: int = 0  # sample that the model was made for
     attention: float = 0  # width of all heads of a block
     width: int = 0
     vocabulary: int = 0
@@ -70,27 +74,29 @@ class Shape:
     working: float = 0  # and that its backward takes besides, cut
     weights: float = 0  # elements of gradients of a block that are not yet in a bucket
     sides: float = 0  # rows and columns of a block's matrices, added up: parameters of adapters for each of their rank
+    guessed: str = ""  # what a config.json leaves out, in a sentence
 
 
 def size_of(text):
-    """Bytes, of "40GB"; parameters, of "70e9" or "70B"; else an InputError."""
+    """Bytes, of "40GB"; parameters, of "70e9" or "70B"; else, or without a unit below a million, an InputError."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBGT]?)B?", text.strip(), re.IGNORECASE)
     try:
         number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()]
     except (TypeError, ValueError):
         number = 0
-    if not 0 < number < math.inf:
+    if not (0 if match and re.search("[a-zA-Z]$", text.strip()) else LEAST) < number <= MOST:
         raise InputError(f"{text!r} is no size; write 70e9, 70B or 40GB")
     return number
 
 
 def of_size(text):
-    """A GPT of so many parameters, ASPECT times as wide as it is deep."""
-    parameters = size_of(text)
+    """A GPT of so many parameters, ASPECT times as wide as it is deep; its heads, some ASPECT wide, come in eights."""
+    if (parameters := size_of(text)) < LEAST:
+        raise InputError(f"--params {text}: a million at least, such as 70M or 7B")
     layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
     rest = VOCABULARY / (24 * layers)  # 12 layers width² and an embedding are all of them
     width = max(1, round((rest**2 + parameters / (12 * layers)) ** 0.5 - rest))
-    return of_gpt(f"a GPT of {text}", parameters, layers, width)
+    return replace(of_gpt(f"a GPT of {text}", parameters, layers, width), heads=8 * max(1, width // (8 * ASPECT)))
 
 
 def of_gpt(name, parameters, layers, width, vocabulary=VOCABULARY, sequence=SEQUENCE):
@@ -154,6 +160,8 @@ def transformer(
         active=layers * (attention + (active if experts else 1) * expert) + embedding,
         tied=bool(tied),
         heads=heads,
+        kv_heads=kv_heads,
+        longest=others.get("longest") or others.get("sequence") or 0,
         attention=queries,
         width=hidden,
         vocabulary=vocabulary,
@@ -168,6 +176,8 @@ def transformer(
 
 def with_adapters(shape, rank):
     """A frozen model of this shape; trained are adapters of a low rank beside each matrix of a block (LoRA)."""
+    if rank > shape.width:
+        raise InputError(f"--lora {rank}: {shape.name} is {shape.width} wide; give less, such as 16")
     added = rank * shape.sides
     frozen = {"trained_root": 0, "trained_last": 0, "largest": 0, "weights": added}
     trained = {"trained": shape.layers * added, "trained_block": added, **frozen}
@@ -180,7 +190,7 @@ def of_config(path):
     try:
         config = json.loads(Path(path).read_text())
         name = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: {error}; give a Hugging Face config.json") from error
     if name not in CONFIGS:
         raise InputError(f"{path}: {name} is not known; known are {', '.join(CONFIGS)}")
@@ -191,13 +201,13 @@ def of_config(path):
     for key, names in KEYS.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
         kind = bool if key == "tied" else int
-        if value is not None and not (type(value) is kind and value >= (key != "tied")):
-            raise InputError(f"{path}: {names[0]} is {value!r}; give a whole number")
+        if value is not None and not (type(value) is kind and (key != "tied") <= value <= LEAST**2):
+            raise InputError(f"{path}: {names[0]} is {value!r:.20}; give a whole number")
         found |= {} if value is None else {key: value}
     if missing := [KEYS[key][0] for key in ("layers", "hidden", "heads", "vocabulary") if key not in found]:
         raise InputError(f"{path} has no {', '.join(missing)}")
     positions = found.get("sequence", SEQUENCE)
-    found["sequence"] = min(positions, 8192)  # what is trained, not the most that it takes
+    found["sequence"], found["longest"] = min(positions, 8192), positions  # what is trained, and the most
     if name == "gpt2":
         layers, width, vocabulary = found["layers"], found["hidden"], found["vocabulary"]
         if found.get("ffn", 4 * width) != 4 * width or width % found["heads"] or not found.get("tied", True):
@@ -205,7 +215,8 @@ def of_config(path):
         parameters = 12 * layers * width**2 + (vocabulary + positions) * width
         gpt = of_gpt(name, parameters, layers, width, vocabulary, found["sequence"])
         return replace(gpt, heads=found["heads"], positions=positions)
-    return transformer(name, **found)
+    said = [f"{path} has no {usual}." for key, usual in GUESSED.items() if key not in found]
+    return replace(transformer(name, **found), guessed=" ".join(said))
 
 
 def of_model(name):
@@ -244,7 +255,9 @@ def of_model(name):
         weights=width**2 if gated else width * (width + ffn),
         tied=model.head.weight is model.wte.weight,
         heads=width // attention.head_width,
+        kv_heads=attention.key.out_features // attention.head_width if gated else 0,
         positions=0 if gated else model.window - 1,
+        longest=model.window - 1,
         attention=width,
         sides=sum(sum(p.shape) for p in model.blocks[0].parameters() if p.ndim == 2),
     )

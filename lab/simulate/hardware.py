@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import InputError
+from common.outputs import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -64,5 +65,5 @@ for _name, _table in TABLES.items():  # each begins with those of the one that i
 def preset(name):
     """The preset of this name; an InputError if there is none."""
     if name not in PRESETS:
-        raise InputError(f"unknown hardware {name!r}; known: {', '.join(PRESETS)}")
+        raise InputError(f"unknown hardware {name!r}; known: {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
     return PRESETS[name]

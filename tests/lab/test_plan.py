@@ -1,5 +1,6 @@
 """The planner: its formulas match what the engines hold, send and move; its advice, and what it refuses."""
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -209,10 +210,76 @@ def test_what_is_advised_is_simulated(tmp_path, capsys):
     assert "stage 2, simulated:" in capsys.readouterr().out
 
 
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+SPELT = [  # (usual key, another spelling)
+    ("num_key_value_heads", "num_kv_heads"),
+    ("num_key_value_heads", "num_query_groups"),
+    ("intermediate_size", "ffn_hidden_size"),
+    ("intermediate_size", "ffn_dim"),
+]
+
+
+def config_of(tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(("usual", "other"), SPELT)
+def test_other_spellings_of_a_config_are_understood_and_what_is_missing_is_said(tmp_path, usual, other):
+    config = dict(LLAMA)
+    config[other] = config.pop(usual)
+    assert shapes.of_config(config_of(tmp_path, config)).parameters / 1e9 == pytest.approx(8.03, rel=0.001)
+    del config[other]
+    assert f"has no {usual}: " in shapes.of_config(config_of(tmp_path, config)).guessed
+
+
+@pytest.mark.parametrize("config", ["[" * 100_000, "[]", "{}", '"llama"', json.dumps(LLAMA | {"vocab_size": 10**40})])
+def test_what_is_no_config_is_refused(tmp_path, config):
+    with pytest.raises(plan.InputError, match=r"config\.json"):
+        shapes.of_config(config_of(tmp_path, config))
+
+
+NOTED = {  # what is unusual and yet possible: the note
+    "--model llama3-8b": "Of 80 GB a tenth is left to CUDA, NCCL and the allocator.",
+    "--model llama3-8b --seq 100000": "made for samples of 8,192 tokens at most",
+    "--model llama3-8b --pipeline 5 --world-size 5": "5 stages do not divide 32 layers: some have 7",
+    "--params 7B --tensor 8": "8 tensor-parallel ranks do not divide 50,257 tokens",
+    "--model llama3-8b --tensor 8 --world-size 24 --per-node 12": "groups of 8 lie on several nodes of 12",
+}
+
+
+@pytest.mark.parametrize("given", NOTED)
+def test_what_is_unusual_is_noted(tmp_path, given):
+    assert NOTED[given] in " ".join(results_of(tmp_path, *given.split())["notes"])
+
+
+def test_a_group_within_the_one_node_crosses_no_links(tmp_path):
+    given = "--layers 4 --hidden 896 --heads 7 --vocab 700 --tensor 7 --world-size 7"
+    assert "nodes" not in " ".join(results_of(tmp_path, *given.split())["notes"])
+
+
+@pytest.mark.parametrize("module", ["lab.plan.__main__", "lab.simulate.__main__", "lab.bench"])
+def test_an_option_that_is_misspelt_gets_the_nearest_name(module, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--presicion=bf16"])
+    assert "unrecognized arguments: --presicion=bf16; did you mean --precision?" in capsys.readouterr().err
+
+
+def test_tables_fit_80_columns_and_numbers_keep_their_units(capsys):
+    plan.main(["--params", "70B", "--world-size", "64", "--tokens", "15T"])
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[: next(number for number, line in enumerate(lines) if line.startswith("A micro-batch"))]
+    assert max(map(len, table)) <= 80
+    assert not [line for line in table if re.match(r" *(GB|MB|s)\b", line)]
+
+
 ADVICE = {  # a job: what is advised
     "--params 13e9 --gpu v100-32g --world-size 64 --seq 128": r"stage 3.* ZeRO\+\+.* take larger micro-batches",
     "--params 7.5e9 --world-size 64 --gpu v100-32g": "stage 2: the lowest that fits into 28.8 GB",
     "--params 1T --world-size 1 --budget 1GB": "Nothing fits into 1 GB",
+    "--model llama2-7b --seq 131072 --offload-activations": ".*With --fused-loss, which saves 26.5 GB there, stage 1",
     "--params 30B --gpu 4090 --world-size 4 --host 64GB --disk 100GB": ".*its GPU's part of the host, 16 GB, is full",
 }
 
