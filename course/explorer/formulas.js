@@ -1,7 +1,7 @@
 // lab/plan in JavaScript, name by name: what a rank holds, sends and moves. A test holds both to the same figures.
 
 const PLAN = JSON.parse(document.getElementById("plan").textContent);
-const [LOSS, HEAD, BLOCK, BUCKETS, EMBEDDING] = PLAN.moments;
+const [LOSS, HEAD, BLOCK, BUCKETS, FIRST, EMBEDDING] = PLAN.moments;
 const STATES = ["parameters", "gradients", "optimizer"];
 
 // The rows of lab.plan for `setting`; {refused} says why there are none.
@@ -17,8 +17,10 @@ function figures(setting) {
   if (shape.positions && setting.seq > shape.positions) {
     return { refused: `The model has ${shape.positions} positions: a sample has as many at most.` };
   }
-  if (shape.heads % setting.tensor) {
-    return { refused: `Tensor, ${setting.tensor}, does not divide the model's ${shape.heads} heads.` };
+  for (const heads of [shape.heads, shape.kv_heads]) {
+    if (heads % setting.tensor) {
+      return { refused: `Tensor, ${setting.tensor}, does not divide the model's ${heads} heads.` };
+    }
   }
   const machine = PLAN.gpus[setting.gpu];
   const offload_activations = setting.checkpoints && setting.offload_activations;
@@ -54,7 +56,7 @@ function ofSize(parameters) {
   const root = Math.min(vocabulary * width, parameters);
   return {
     parameters, layers, block: (parameters - root) / layers, root, last: 0, largest: root, tied: true, width, vocabulary, sequence,
-    attention: width,
+    attention: width, heads: 8 * Math.max(1, Math.floor(width / (8 * aspect))), kv_heads: 0, window: 0,
     whole: 4 * width, cut: 12 * width, working: 4 * width, weights: 5 * width ** 2,
   };
 }
@@ -78,6 +80,7 @@ class Rank {
     const degree = tensor * pipeline;
     const used = Math.min(job.per_node, job.world_size); // GPUs of a node
     this.ranks = job.world_size / degree;
+    this.used = used;
     this.perNode = Math.min(this.ranks, Math.max(1, Math.floor(used / degree)));
     this.rings = Math.min(degree, used);
     this.gpu = sharedBy(machine, used);
@@ -170,8 +173,9 @@ class Rank {
     const receives = onDevice ? (4 * Math.max(unit, last)) / this.sharers(way) : 0;
     if (moment === LOSS || moment === HEAD) return receives + w * (this.kept + (moment === LOSS ? 0 : root || last));
     if (moment === EMBEDDING) return receives + w * (root + (this.shape.tied ? 0 : last) + block + unit + last);
+    const means = moment === FIRST && this.job.accumulate > 1 && !way.own.tiers ? (w * psi) / this.sharers(way) : 0;
     const codes = way.engine === "zeropp" ? this.codesInFlight(way, block) : 0;
-    return receives + w * (root + 2 * block + unit) + codes;
+    return receives + means + w * (root + 2 * block + unit) + codes;
   }
 
   // Bytes that ZeRO++ sends and receives: codes of the next block, and of the gradient of the one before, which has then
@@ -206,6 +210,7 @@ class Rank {
     if (moment === HEAD) return ends + w * logits + embedding;
     if (moment === EMBEDDING) return inputs + (shape.tied ? 3 : 1) * embedding;
     if (moment === BUCKETS) kept *= 1 - this.bucket / this.psi; // what backward has gone through is freed
+    if (moment === FIRST) kept *= 1 - (1 - 1 / shape.layers) / job.pipeline;
     const again = job.checkpoints ? inside - inputs : 0;
     const waits = shape.tied ? embedding : 0; // the head's, for the embedding's
     return kept + again + inputs + waits + (w * (shape.working * tokens + shape.weights)) / t;
@@ -281,11 +286,25 @@ class Rank {
     return (this.job.accumulate + this.job.pipeline - 1) * this.computeSeconds();
   }
 
-  // Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints, and attention.
+  // Seconds that a micro-batch computes: matrices, attention, what moves bytes through memory, and tensor's sums.
   computeSeconds() {
-    const { shape, job } = this;
-    const each = (shape.active ?? shape.parameters) + shape.layers * shape.attention * this.sequence;
-    const operations = ((job.checkpoints ? 8 : 6) * each * job.batch * this.sequence) / (job.tensor * job.pipeline);
-    return operations / (this.gpu.flops[this.width] * this.gpu.fraction);
+    const { shape, job, gpu, tensor } = this;
+    const again = job.checkpoints ? 1 : 0;
+    const layers = Math.ceil(shape.layers / job.pipeline); // of the stage with the head, for which the others wait
+    const tokens = job.batch * this.sequence;
+    const peak = gpu.flops[this.width];
+    const head = shape.vocabulary * shape.width;
+    const products = (6 + 2 * again) * ((((shape.active ?? shape.parameters) - head) * layers) / shape.layers + head);
+    const [forward, backward] = gpu.attending;
+    const window = Math.min(shape.window || this.sequence, this.sequence);
+    const met = (window * (2 - window / this.sequence)) / 2; // tokens, on the mean
+    const attending = ((4 * (1 + again)) / forward + 10 / backward) * layers * shape.attention * met;
+    const elements = (PLAN.moved + 2 * again) * layers * (shape.whole / this.split + shape.cut / tensor);
+    const moved = elements * this.width + (PLAN.logit_moved * shape.vocabulary) / tensor;
+    const sums = layers * (4 + again) + (job.pipeline === 1 ? 2 : 1); // and the embedding's, and the head's
+    const sent = sums * 2 * (1 - 1 / tensor) * this.width * shape.width * tokens;
+    const rate = tensor <= this.used ? gpu.inside : gpu.between / this.used;
+    return (products * tokens) / tensor / (peak * gpu.fraction) + (attending * tokens) / tensor / peak
+      + (moved * tokens) / gpu.memory + sent / rate;
   }
 }

@@ -31,7 +31,8 @@ def explorer(recorded, about):
 
 def constants():
     """What formulas.js takes from the planner."""
-    names = ("BUCKET", "LOGIT", "MOMENTS", "NO_SYNC", "IN_UNITS", "SCALE", "STEPPED", "SWITCHES")
+    names = ("BUCKET", "LOGIT", "LOGIT_MOVED", "MOMENTS", "MOVED")
+    names += ("NO_SYNC", "IN_UNITS", "SCALE", "STEPPED", "SWITCHES")
     models = dict.fromkeys([run["model"] for run in plan.LANDMARKS.values()]) | shapes.PRESETS
     return {
         **{name.lower(): getattr(formulas, name) for name in names},
@@ -45,5 +46,6 @@ def constants():
 
 
 def _finite(machine):
-    """A Hardware's fields; JSON has no infinity, so what is not limited is left out."""
-    return {name: value for name, value in asdict(machine).items() if value != float("inf")}
+    """A Hardware's fields, and its usual kernel's; JSON has no infinity, so what is not limited is left out."""
+    fields = {name: value for name, value in asdict(machine).items() if value != float("inf")}
+    return fields | {"attending": machine.attending()[1:]}

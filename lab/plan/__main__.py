@@ -29,7 +29,7 @@ from common.models.gpt import GPT, GPTConfig
 from common.outputs import add_options, asked, check_counts, one_line_errors, parser_of, publish
 from lab.activations import largest_fitting
 from lab.plan import shapes
-from lab.plan.formulas import NO_SYNC, SWITCHES, WAYS, Job, Rank
+from lab.plan.formulas import NO_SYNC, PEERS, SWITCHES, WAYS, Job, Rank
 from lab.plan.shapes import size_of
 from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.world import Setting, own_options, simulate
@@ -94,18 +94,20 @@ def plan(options):
     budget = size_of(options.budget) if options.budget else USABLE * machine.holds
     if budget > machine.holds:
         raise InputError(f"--budget {options.budget}: a GPU has {show_bytes(machine.holds)}; --memory changes that")
-    rank, among = Rank(shape, machine, job), ways(options.own)
+    rank, among = Rank(shape, machine, job), (*ways(options.own), *PEERS)
     rows, fused = (rows_of(shape, machine, one, budget, among) for one in (job, replace(job, fused_loss=True)))
     tokens = rank.ranks * job.batch * job.accumulate * rank.sequence
     for way, row in zip(among, rows, strict=True):
         row["largest_batch"] = largest_batch(shape, machine, job, budget, way)
         row["tokens_per_second"] = tokens / row["step_seconds"]
         row["days"] = size_of(options.tokens) / row["tokens_per_second"] / 86400 if options.tokens else None
+    rows, peers = rows[: len(WAYS)], rows[len(WAYS) :]
     return {
         "model": asdict(shape),
         "gpu": machine.name,
         "precision": options.precision,
         **asdict(job),
+        "attention": rank.gpu.attending(job.attention)[0],
         "sequence": rank.sequence,
         "tokens_per_step": tokens,
         "data_parallel": rank.ranks,
@@ -116,6 +118,7 @@ def plan(options):
         "compute_seconds": rank.compute_seconds(),
         "computing_seconds": rank.computing(),
         "rows": rows,
+        "peers": peers,
         "advice": advice(rows, budget, rank) + fusing(rows, fused),
         "notes": notes(options, machine, rank) + ([landmark["said"]] if landmark else []),
     }
@@ -302,7 +305,7 @@ def notes(options, machine, rank):
         how = "and so is all else, by sequence parallelism" if options.sequence_parallel else "norms' inputs are not"
         said.append(
             f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}. Its sums send "
-            f"{show_bytes(round(rank.sent_in_sums))} more on a GPU in a step; the seconds leave them out."
+            f"{show_bytes(round(rank.sent_in_sums))} more on a GPU in a step, and layers wait for them."
         )
     if shape.vocabulary % options.tensor:
         said.append(f"{options.tensor} tensor-parallel ranks do not divide {shape.vocabulary:,} tokens: pad them.")
@@ -313,14 +316,12 @@ def notes(options, machine, rank):
         )
     if shape.layers % options.pipeline:
         most = -(-shape.layers // options.pipeline)
-        said.append(
-            f"{options.pipeline} stages do not divide {shape.layers} layers: some have {most}, and all wait for them."
-        )
+        said.append(f"{options.pipeline} stages do not divide {shape.layers} layers: all wait for those of {most}.")
     if options.pipeline > 1:
         most = (-(-shape.layers // options.pipeline) * shape.block + max(shape.root, shape.last)) / options.tensor
         said.append(
-            f"A pipeline's stages count as equal here, {rank.psi:.3g} parameters; one with the embedding or the head "
-            f"has {most:.3g}."
+            f"A pipeline's stages hold as much here, {rank.psi:.3g} parameters; one with the embedding or the head "
+            f"has {most:.3g}; all wait for the one with the head."
         )
         times = max(options.pipeline, rank.job.accumulate)  # it needs as many micro-batches, or more
         said.append(
@@ -388,7 +389,7 @@ def a_gpt(shape):
 
 def tables(results):
     """Bytes held, and bytes moved; a row for each way."""
-    shape, rows = results["model"], results["rows"]
+    shape, rows = results["model"], results["rows"] + results["peers"]
     title = (
         f"{shape['name']}, {shape['parameters']:,.0f} parameters, {results['precision']}, on {results['world_size']} "
         f"GPUs ({results['gpu']}): tensor {results['tensor']}, pipeline {results['pipeline']}, "
@@ -410,7 +411,7 @@ def tables(results):
     note = (
         f"A micro-batch computes for {results['compute_seconds']:.2g} s; a step has {results['accumulate']} of "
         f"{results['tokens_per_step'] // results['accumulate']:,} tokens. Computation overlaps what is sent and moved; "
-        "ZeRO++ packs its codes in one pass, as compiled kernels can."
+        f"ZeRO++ packs its codes in one pass, as compiled kernels can. Attention's kernel is {results['attention']}."
     )
     on_device = ("on a GPU", "model states", "in flight", "activations", "in all", "fits", "largest micro-batch")
     beside = ["by speed", "host", "disk", "sent in a step", "over the bus", "disk", "fits", "a step", "tokens/s"]

@@ -8,6 +8,7 @@ from common.errors import InputError
 BUCKET = 25 * 2**20 // 4  # elements, at least
 SCALE = 4 / 256  # bytes of an element's part of an fp32 scale
 LOGIT = 12  # bytes of a logit at the loss: in fp32, its log-softmax, its gradient
+MOVED, LOGIT_MOVED = 5, 27  # times that an element which a block keeps is read or written; bytes of a logit
 STEPPED = 12  # bytes that a step reads and writes for a parameter, and twice those of the optimizer's states
 SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on by default
 LOSS, HEAD, BLOCK, BUCKETS = "the loss", "the head's gradient", "a block's backward", "a second bucket"
@@ -15,8 +16,8 @@ FIRST, EMBEDDING = "the first block's backward, which comes last", "the embeddin
 MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, FIRST, EMBEDDING)  # of a step, at which memory peaks
 STATES = ("parameters", "gradients", "optimizer")
 OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
-IN_UNITS = ("stage3_param", "zeropp", "offload.nvme", "zeropp.hybrid")
-NO_SYNC = ("stage0_ddp", "stage1_os")  # add up gradients of all micro-batches before they reduce
+IN_UNITS = ("stage3_param", "zeropp", "offload.nvme", "zeropp.hybrid", "fsdp")
+NO_SYNC = ("stage0_ddp", "stage1_os", "megatron")  # add up gradients of all micro-batches before they reduce
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ WAYS = (
 )
 
 
+PEERS = (  # how others hold what stages 1 and 3 hold: shown beside them, and not advised
+    Way("Megatron's distributed optimizer", "megatron"),
+    Way("torch's FSDP, fp32 parameters", "fsdp"),
+)
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained, and how it is divided."""
@@ -60,7 +67,8 @@ class Job:
     batch: int = 1  # samples of a micro-batch
     accumulate: int = 1  # micro-batches of a step
     sequence: int | None = None  # length of a sample; None is the model's
-    checkpoints: bool = True  # of activations: backward computes them again
+    checkpoints: float = True  # of activations: backward computes them again, or a part of them
+    attention: str | None = None  # its kernel; None is the machine's usual one
     sequence_parallel: bool = False  # tensor-parallel ranks share what tensor parallelism leaves whole, too
     per_node: int | None = None  # GPUs of a node; None is the machine's
     moments: int = 8  # bytes of the optimizer's states for a parameter, besides an fp32 master weight in 16-bit
@@ -74,6 +82,7 @@ class Rank:
 
     Attributes:
         ranks: of data parallelism. per_node: how many of them share a node; the last node may have fewer.
+        used: GPUs of a node, of all kinds of parallelism.
         rings: groups of data-parallel ranks that share a node's links, as ranks are placed tensor-parallel first, then
             by pipeline, and data-parallel last.
         gpu: the Hardware, with a rank's part of what a node's GPUs share.
@@ -90,7 +99,7 @@ class Rank:
             )
         self.shape, self.job, self.ranks = shape, job, job.world_size // degree
         used = min(job.per_node or machine.ranks_per_node, job.world_size)  # GPUs of a node
-        self.per_node = min(self.ranks, max(1, used // degree))
+        self.used, self.per_node = used, min(self.ranks, max(1, used // degree))
         self.rings, self.gpu = min(degree, used), machine.shared_by(used)
         self.nodes = min(self.ranks, math.ceil(job.world_size / used))  # on which its data-parallel ranks lie
         self.width, self.tensor = job.width, job.tensor
@@ -209,6 +218,8 @@ class Rank:
             "offload": (w, 0, 0),
             "offload.nvme": (w / n, g / n, m / n),
             "zeropp.hybrid": (w / n, g / n, m / n),
+            "megatron": (w, 4, m / n),  # each micro-batch adds to one gradient in fp32
+            "fsdp": (4 / n, 4 / n, self.job.moments / n),  # the parameter is the master, and its gradient as wide
         }[way.engine]
         held = {
             "parameters": parameters * self.psi,
@@ -245,6 +256,8 @@ class Rank:
         w, loss, head = self.width, moment == LOSS, moment == HEAD
         block, trained = self._unit("block"), self._unit("block", True)
         unit = trained + self._unit("root", True)
+        if way.engine == "megatron":
+            return 0
         if way.engine not in IN_UNITS:
             receives = 0 if w == 4 or way.engine == "offload" else 4 * self.bucket
             receives /= 1 if way.engine == "stage0_ddp" else self.ranks
@@ -327,9 +340,9 @@ class Rank:
 
         Four for a layer, and one more that is computed again. Sequence parallelism sends as much in two halves.
         """
-        layers = self.shape.layers / self.job.pipeline
+        layers = math.ceil(self.shape.layers / self.job.pipeline)
         inputs = self.width * self.shape.width * self.job.batch * self.sequence
-        sums = layers * (5 if self.job.checkpoints else 4) + (2 if self.job.pipeline == 1 else 1)  # embedding, head
+        sums = layers * (4 + self.job.checkpoints) + (2 if self.job.pipeline == 1 else 1)  # embedding, head
         return self.job.accumulate * sums * 2 * (1 - 1 / self.tensor) * inputs
 
     def sent(self, way):
@@ -338,10 +351,11 @@ class Rank:
             return self._sent_compressed(way)
         w, n, k = self.width, self._sharers(way), self.job.accumulate
         reduced, gathered = self.trained * (1 if way.engine in NO_SYNC else k), self.trained
+        wide = 4 if way.engine == "megatron" else self.gradient_width
         if way.engine in IN_UNITS:
             gathered = k * (2 * self.psi - self._kept)
         gathered *= self.gradient_width if way.engine == "stage0_ddp" else w  # an all-reduce sends the mean, too
-        sent = (self.gradient_width * reduced + gathered) * (n - 1) / n
+        sent = (wide * reduced + gathered) * (n - 1) / n
         if way.engine == "zeropp.hybrid":  # and the means across, in a ring for each rank of a node
             across = 2 * self.gradient_width * reduced * (1 - n / self.ranks)
             return sent + across / n, across
@@ -395,14 +409,31 @@ class Rank:
         return (self.job.accumulate + self.job.pipeline - 1) * self.compute_seconds()
 
     def compute_seconds(self):
-        """Seconds that a micro-batch computes: 6 operations for a parameter and token, 8 with checkpoints.
+        """Seconds that a micro-batch computes."""
+        return sum(self.computed().values())
 
-        Causal attention multiplies each token with half of its sample, twice.
+    def computed(self):
+        """{what: seconds of a micro-batch}: "matrices", "attention", what moves "bytes" through memory, "sums".
+
+        Layers wait for tensor parallelism's sums, and a pipeline's stages for the one that has the head. Matrices take
+        6 operations for a parameter and token, and 2 for each time that they are computed again. Causal attention meets
+        half of a sample, in two products forward and five backward (arXiv 2307.08691, sec. 2.3).
         """
-        shape, rate = self.shape, self.gpu.flops[self.width] * self.gpu.fraction
-        passes = 8 if self.job.checkpoints else 6
-        of_matrices = passes - 2 * (1 - self.trained / self.psi)  # no gradient of what is frozen
-        each = (
-            of_matrices * (shape.active or shape.parameters) + passes * shape.layers * shape.attention * self.sequence
-        )
-        return each * self.job.batch * self.sequence / (self.tensor * self.job.pipeline) / rate
+        shape, again, peak = self.shape, float(self.job.checkpoints), self.gpu.flops[self.width]
+        tokens, layers = self.job.batch * self.sequence, math.ceil(shape.layers / self.job.pipeline)
+        head = shape.vocabulary * shape.width
+        products = 6 + 2 * again - 2 * (1 - self.trained / self.psi)  # no gradient of what is frozen
+        products *= ((shape.active or shape.parameters) - head) * layers / shape.layers + head
+        _, forward, backward = self.gpu.attending(self.job.attention)
+        window = min(shape.window or self.sequence, self.sequence)
+        met = window * (2 - window / self.sequence) / 2  # tokens, on the mean
+        attending = (4 * (1 + again) / forward + 10 / backward) * layers * shape.attention * met
+        moved = (MOVED + 2 * again) * layers * (shape.whole / self.split + shape.cut / self.tensor) * self.width
+        moved += LOGIT_MOVED * shape.vocabulary / self.tensor
+        rate = self.gpu.inside if self.tensor <= self.used else self.gpu.between / self.used
+        return {
+            "matrices": products * tokens / self.tensor / (peak * self.gpu.fraction),
+            "attention": attending * tokens / self.tensor / peak,
+            "bytes": moved * tokens / self.gpu.memory,
+            "sums": self.sent_in_sums / self.job.accumulate / rate,
+        }

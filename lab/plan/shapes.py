@@ -30,11 +30,12 @@ KEYS = {  # of a config.json -> of `transformer`; the first that is there counts
     "experts": ("num_local_experts", "num_experts"),
     "active": ("num_experts_per_tok",),
     "tied": ("tie_word_embeddings",),
+    "window": ("sliding_window",),
 }
 CONFIGS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gpt2")
 # Keys of models that are others, unless they have these values.
 OTHERS = {"n_routed_experts": None, "shared_expert_intermediate_size": None, "kv_lora_rank": None}
-OTHERS |= {"quantization_config": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+OTHERS |= {"use_sliding_window": False, "quantization_config": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
 GUESSED = {"kv_heads": "num_key_value_heads: as many as queries have are taken"}
 GUESSED |= {"ffn": "intermediate_size: 8/3 of hidden_size is taken"}
 DEFAULTS = {"mixtral": {"kv_heads": 8, "active": 2}, "mistral": {"kv_heads": 8}, "qwen3_moe": {"active": 8}}
@@ -65,6 +66,7 @@ class Shape:
     kv_heads: int = 0
     positions: int = 0  # that are learned, so that a sample cannot be longer
     longest: int = 0  # sample that the model was made for
+    window: int = 0  # tokens before a token that its attention reaches; 0 is all
     attention: float = 0  # width of all heads of a block
     width: int = 0
     vocabulary: int = 0
@@ -134,7 +136,8 @@ def transformer(
     Args:
         ffn: width of a feed-forward layer (8/3 of `hidden`). heads, kv_heads: of queries, and of keys and values.
         head: features of a head. experts, active: in a block, and of them for a token; 0 is one feed-forward layer.
-        others: tied, whether the head is the embedding (False); sequence, the usual length of a sample (SEQUENCE).
+        others: tied, whether the head is the embedding (False); sequence, the usual length of a sample (SEQUENCE), and
+            longest, the most; window, of attention (all).
     """
     kv_heads = kv_heads or heads
     if (hidden % heads and not head) or heads % kv_heads:
@@ -162,6 +165,7 @@ def transformer(
         heads=heads,
         kv_heads=kv_heads,
         longest=others.get("longest") or others.get("sequence") or 0,
+        window=others.get("window") or 0,
         attention=queries,
         width=hidden,
         vocabulary=vocabulary,
@@ -198,6 +202,8 @@ def of_config(path):
         if config.get(key, usual) not in (usual, None):
             raise InputError(f"{path}: models with {key} are not known; give a shape by hand that is near")
     found = dict(DEFAULTS.get(name, {}))
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = None
     for key, names in KEYS.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
         kind = bool if key == "tied" else int

@@ -20,9 +20,9 @@ from common.tensors import tensors_in
 COMPUTE = "compute"
 HOST_LANES = ("host", "saving")
 LINKS = ("bus", "disk")
-ON_CPU = {  # torch's flop counter knows these by the names that they have on GPUs
-    "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
+ON_CPU = {  # {attention: (count, its tensors' shapes)}: torch's flop counter knows them by the names that GPUs have
+    "_scaled_dot_product_flash_attention_for_cpu": (flop_counter.sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (flop_counter.sdpa_backward_flop_count, 4),
 }
 FREE = ("prim", "profiler")
 # What torch's names of collectives have in them -> the traffic meter's.
@@ -162,7 +162,8 @@ class Clock(TorchDispatchMode):
             return sum(tensor.nbytes for tensor in tensors_in(result)) / self._rate()  # a copy crosses once
         flops, width = flops_of(function, args, kwargs, result), _width(result, args)
         self.flops[self._traffic.phase] += flops
-        rate = hardware.flops.get(width, max(hardware.flops.values())) * hardware.fraction
+        rate, (_, *reached) = hardware.flops.get(width, max(hardware.flops.values())), hardware.attending()
+        rate *= dict(zip(ON_CPU, reached, strict=True)).get(_name(function), hardware.fraction)
         return max(flops / rate, moved / self._rate()) + hardware.operation
 
     def _collective(self, function, args):
@@ -181,15 +182,19 @@ class Clock(TorchDispatchMode):
 
 
 def flops_of(function, args, kwargs, result):
-    """Floating-point operations of an operation of torch."""
+    """Floating-point operations of an operation of torch; causal attention meets half of its square."""
     count = flop_counter.flop_registry.get(function.overloadpacket)
     if count is not None:
         return count(*args, **kwargs, out_val=result)
-    name = function.__name__.partition(".")[0]
-    if name in ON_CPU:
-        shapes = [arg.shape for arg in args if torch.is_tensor(arg)]
-        return ON_CPU[name](*shapes[: 4 if "backward" in name else 3])
+    if _name(function) in ON_CPU:
+        counter, tensors = ON_CPU[_name(function)]
+        given = dict(zip((about.name for about in function._schema.arguments), args, strict=False)) | kwargs
+        return counter(*(arg.shape for arg in args[:tensors])) // (2 if given.get("is_causal") else 1)
     return 0
+
+
+def _name(function):
+    return function.__name__.partition(".")[0]
 
 
 def _bytes_moved(function, args, kwargs, result):

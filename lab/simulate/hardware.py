@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import InputError
@@ -15,7 +15,7 @@ class Hardware:
 
     name: str
     flops: dict  # {bytes of an element: floating-point operations a second of a GPU at their peak}
-    fraction: float  # of the peak at which it computes, recomputation included: the HFU of well-tuned trainings
+    fraction: float  # of the peak that matrix products reach
     memory: float  # of a GPU
     operation: float  # seconds that an operation takes, however small it is
     inside: float  # what a GPU sends within its node
@@ -30,12 +30,26 @@ class Hardware:
     latency: float = 10e-6  # seconds of a message
     host_holds: float = math.inf
     disk_holds: float = math.inf
+    attention: dict = field(
+        default_factory=dict
+    )  # {kernel: parts of the peak, forward and backward}; the first is usual
     source: str = "from data sheets; only one H100's kernels were compared (results/gpu)"
 
     def shared_by(self, gpus):
         """The same with a rank's part, if so many GPUs of a node are in use, of what a node has once."""
         parts = {name: getattr(self, name) / gpus for name in ("disk", "host_memory", "host_holds", "disk_holds")}
         return replace(self, bus=self.bus * min(1, self.buses / gpus), buses=math.inf, **parts)
+
+    def attending(self, kernel=None):
+        """(kernel, forward, backward): the parts of the peak that an attention kernel reaches.
+
+        Where none was measured, they are those of matrix products. An unknown kernel is an InputError.
+        """
+        known = self.attention or {"unmeasured": [self.fraction, self.fraction]}
+        kernel = kernel or next(iter(known))
+        if kernel not in known:
+            raise InputError(f"--attention {kernel}: of {self.name} are known {', '.join(known)}")
+        return kernel, *known[kernel]
 
     def node_of(self, gpus, **changed):
         """A node of so many GPUs, each with as large a part of it as in this one; and other changes."""

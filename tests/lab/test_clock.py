@@ -127,3 +127,16 @@ def test_the_command_tells_the_time_and_draws_the_streams(tmp_path, capsys):
     for row in rows.values():  # what runs on a stream runs one after the other
         spans = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row)
         assert all(begin + took <= after + 1e-3 for (begin, took), (after, _) in itertools.pairwise(spans))
+
+
+def test_causal_attention_is_half_of_its_square_and_takes_its_own_fractions():
+    query = torch.zeros(1, 1, 64, 8, requires_grad=True)
+    hardware, counted, seconds = replace(ROUND, attention={"flash": [0.25, 0.125]}), {}, {}
+    for causal in (False, True):
+        with Clock(hardware, 1, Traffic()) as clock:
+            torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=causal).sum().backward()
+        counted[causal] = sum(clock.flops.values())
+        seconds[causal] = {what: taken for _, what, _, taken in clock.events if "attention" in what}
+    assert counted[False] == 2 * counted[True] == 14 * 64 * 64 * 8
+    forward, backward = seconds[True].values()
+    assert backward / forward == pytest.approx(5 / 2 * 0.25 / 0.125)
