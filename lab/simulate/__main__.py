@@ -190,8 +190,7 @@ def times(results):
         waits = time["exposed"].get(stream, 0.0)
         told = f", {waits:.3g} s exposed" if waits else ""
         rows.append([f"{stream} is busy", f"{seconds:.3g} s{told}"])
-    reached = f"a matrix product takes {time['fraction']:.0%} of the peak, the HFU of well-tuned trainings"
-    caption = f"{time['source']}; {reached} (44 to 57 % on A100: arXiv 2205.05198, table 5)"
+    caption = f"{time['source']}; a matrix product takes {time['fraction']:.0%} of the peak: lab/simulate/hardware.toml"
     return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=caption)
 
 
