@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from rich.progress import TextColumn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from common import models, optim, outputs
@@ -154,7 +153,7 @@ def train(world, name, options, progress=None):
 
     Args:
         name: a package that exports Engine, or a class with an engine's interface.
-        progress: called with (steps done, loss) after each step.
+        progress: called with the number of steps done after each step.
 
     Returns:
         A row as `lab.compare` writes it, the final weights, and the timeline's samples.
@@ -256,7 +255,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
         for scheduler in schedulers:
             scheduler.step()
         if progress:
-            progress(step + 1, run.losses[-1])
+            progress(step + 1)
         if survives:
             survives.after_step(step + 1, run.losses)
     return run
@@ -269,11 +268,13 @@ def how(options):
 
 
 def run_with_progress(world, name, options, place=""):
-    """`train` with a progress bar on rank 0, whose own loss it shows; `place` is which of several trainings this is."""
-    with outputs.progress_bar(TextColumn("{task.fields[loss]}"), shown=world.rank == 0) as bar:
-        task = bar.add_task(place + getattr(name, "name", name), total=options.steps, loss="")
-        show = partial(bar.update, task)
-        return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss of rank 0 {loss:.4f}"))
+    """`train` with a progress bar on rank 0; `place` is which of several trainings this is.
+
+    The bar shows no loss: during training a rank knows only its own, and a row has the mean.
+    """
+    with outputs.progress_bar(shown=world.rank == 0) as bar:
+        task = bar.add_task(place + getattr(name, "name", name), total=options.steps)
+        return train(world, name, options, lambda done: bar.update(task, completed=done))
 
 
 def _train_and_report(world, package, options):

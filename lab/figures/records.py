@@ -46,7 +46,8 @@ def capacity(results):
         axes.set(ylabel="parameters, in millions", title=precision)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    ranks = f"{results['world_size']} ranks of {results['cap_bytes'] / 1e6:,.0f} MB each"
+    size, cap = results["world_size"], f"{results['cap_bytes'] / 1e6:,.0f} MB"
+    ranks = f"{size} ranks of {cap} each" if size > 1 else f"one rank of {cap}"
     titled(figure, f"Largest model that trains, {ranks}\n{results['hardware']}")
     return figure
 
@@ -67,6 +68,7 @@ def largest_models(axes, rows):
             # A search that ended at its own bound found no largest model.
             axes.bar_label(bar, ["\n".join(line + " or more" * bool(row.get("or_more")) for line in told)], fontsize=9)
     stage_axis(axes, rows, headroom=1.15)
+    axes.set_xlim(-0.5, len(rows) - 0.5)
 
 
 def bench(results):

@@ -29,6 +29,7 @@ def memory_timeline(axes, samples, title):
         axes.axhline(0, color="black", linewidth=0.8)
     bottom, top = axes.get_ylim()
     axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # shared axes: the highest of all
+    axes.yaxis.set_major_formatter(lambda size, _: f"{abs(size):g}")  # what is below the axis is no less than nothing
     axes.set(ylabel="live MB", title=title)
 
 
