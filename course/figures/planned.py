@@ -36,7 +36,7 @@ def worst_moment(panels, samples, resident, told, wall):
         bar.text(0.6, bottom + height / 2, f"{height:.1f} GB  {words}", va="center")
         bottom += height
     line.axhline(wall / GB, color=INKS[0], linestyle="--")
-    line.text(1, wall / GB + 1, f"a GPU of {wall / GB:.0f} GB")
+    line.text(len(heights) / 2, wall / GB - 1, f"a GPU of {wall / GB:.0f} GB", ha="center", va="top")
     line.set(ylim=(0, 1.15 * bottom), xticks=[], xlabel=f"a step: the highest of each {LOOKS} moments in a row")
     line.set(ylabel="live GB of a GPU")
     bar.set(xlim=(-0.5, 3.6), xticks=[])
