@@ -22,7 +22,8 @@ def main(arguments=None):
         with written(out):
             (out / "lessons").mkdir(parents=True, exist_ok=True)
             try_folder(out)
-        recorded = recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
+        lessons = dict.fromkeys(name for pair in INCREMENTS for name in pair)
+        recorded = recording.record_all([*lessons, "zeropp.hybrid"])  # whose step the explorer shows, too
         about = described(recorded)
         (out / "explorer.html").write_text(explorer(recorded, about))
         (out / "index.html").write_text(render("site.html", about=about, explorer=TITLE))

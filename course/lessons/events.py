@@ -27,6 +27,7 @@ from common.tiers.bus import Bus
 from course.lessons.held import NEW, UNDER_WAY, Held
 from offload.disk import Disk, OnDisk
 from offload.swap import padded
+from zeropp.chain import Chain
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MERGED = ("forward", "backward", "pack", "read", "write")  # several of these in a row are one event
@@ -77,7 +78,7 @@ class Recorder:
         self._host = engine.tier["cpu"].lane if "host" in self.held.areas else None
         names = {name for one in classes for name, found in vars(one).items() if inspect.isfunction(found)}
         methods = [getattr(type(engine), name) for name in names - NOT_OF_A_STEP | BASE]
-        collectives = [getattr(Collectives, name) for name in COLLECTIVES]
+        collectives = [*(getattr(Collectives, name) for name in COLLECTIVES), Chain.mean]
         begins = {Collectives.work: self._work, OnDisk._read: self._asks, OnDisk._write: self._asks}
         begins |= dict.fromkeys(methods, self._method_begins)
         begins |= dict.fromkeys([*collectives, Bus.carry], lambda name, called, _: self.flush())

@@ -14,7 +14,7 @@ from offload.disk import OnDisk
 # What a rank has of a shard of parameters, gradients or optimizer states.
 ABSENT, ROOM, OWN, UNDER_WAY, HERE, NEW, ROUNDED, STALE = ".rothnqs"
 AREAS = {"device": "device", "cpu": "host", "nvme": "disk"}  # tiers, as the pages call them
-REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all")
+REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all", "mean")
 
 
 class Held:

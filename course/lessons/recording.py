@@ -15,7 +15,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import HOST, Timeline, storage_bytes
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import live, on_host, secondary_shards
+from course.lessons.held import live, on_host
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine uses
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, but with several buckets and units
@@ -56,7 +56,7 @@ def record(world, name):
         "measured": measured,
         "predicted": predicted,
         "areas": areas,
-        "per_node": engine.comm.ranks_per_node if secondary_shards(engine) else 0,  # if it uses nodes
+        "per_node": engine.comm.ranks_per_node if hasattr(engine, "ranks_per_node") else 0,  # if it uses nodes
         "buckets": [
             {
                 "name": bucket.name,

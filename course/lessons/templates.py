@@ -13,7 +13,7 @@ from pygments.token import Comment, Keyword, Name, Number, String, Token
 
 from common.measure.tables import show_bytes
 from course.lessons.sentences import listed
-from lab.figures.style import DISK_COLOR, HOST_COLOR, PALETTE
+from lab.figures.style import HOST_COLOR, PALETTE
 
 HERE = Path(__file__).parent
 COLORED, HTML = (Comment, String, Keyword, Number, Name.Decorator, Name.Function), HtmlFormatter(nowrap=True)
@@ -53,6 +53,6 @@ TEMPLATES.trim_blocks = TEMPLATES.lstrip_blocks = True
 TEMPLATES.filters |= {"inline": inline, "listed": listed, "bytes": show_bytes}
 TEMPLATES.globals["numbered"] = numbered
 TEMPLATES.globals["file"] = lambda name: Markup((HERE / name).read_text())
-TEMPLATES.globals["colors"] = (*PALETTE, HOST_COLOR, DISK_COLOR)  # of the classes of memory
+TEMPLATES.globals["colors"] = (*PALETTE, HOST_COLOR, HOST_COLOR)  # of the classes of memory; no page has the last two
 TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 PARTS = TEMPLATES.get_template("parts.html").module  # its macros, as functions
