@@ -23,7 +23,7 @@ from course.lessons.page import INCREMENTS, file_of, inline, write
 from course.lessons.sentences import moments, sentence
 from course.lessons.sources import Source
 
-NAMES = tuple(dict.fromkeys(name for pair in INCREMENTS for name in pair))
+NAMES = (*dict.fromkeys(name for pair in INCREMENTS for name in pair), "zeropp.hybrid")  # the explorer has the last
 PAIRS = pytest.mark.parametrize("pair", INCREMENTS, ids=lambda pair: pair[1])
 STAGES = pytest.mark.parametrize("name", NAMES)
 RANKS = range(recording.RANKS)
@@ -160,12 +160,12 @@ def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
 def test_every_bucket_is_reduced_once_and_stepped_from_its_mean_and_all_parameters_are_new(recorded, name):
     buckets = recorded[name]["owned"][0]
     assert len(buckets) > 3
-    reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
+    reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node", "mean across nodes")
     assert sorted(event.about for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
     for _, event in events_of(recorded, name, "stepped"):
         for rank in RANKS:
             stepped = shards_in(cells(event, "optimizer")[rank][event.about], rank, "n")
-            assert rank in stepped
+            assert rank in stepped or (name == "zeropp.hybrid" and stepped)  # there a rank has two shards of its place
             assert stepped <= shards_in(cells(event, "gradients")[rank][event.about], rank, "h")
     last = recorded[name]["events"][-1]
     coming = {"t"} if name == "offload.nvme" else set()  # already read for the next forward
