@@ -99,11 +99,11 @@ def mean_of_my_shard(tensor):
     return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
 
 
-def train():
+def train(sharded=ShardedParameters):
     """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
-    engine = ShardedParameters(model, [model[2], model[4]], partial(torch.optim.AdamW, lr=3e-3, fused=True))
+    engine = sharded(model, [model[2], model[4]], partial(torch.optim.AdamW, lr=3e-3, fused=True))
     windows = torch.tensor(list(Path(os.__file__).read_bytes())).unfold(0, 9, 1)  # 8 bytes, and the one to predict
     for step in range(101):
         batch = windows[torch.randint(len(windows), (256,))].chunk(dist.get_world_size())[dist.get_rank()]

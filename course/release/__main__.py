@@ -29,7 +29,7 @@ LEFT_OUT = (
     *(f"notebooks/{room}{page}_" for room in ("", "quizzes/") for page in ("07", "08", "09", "10", "12", "13", "14")),
     *(".ci/", ".github/", "Makefile", "CONTRIBUTING.md", "CITATION.cff", "README.md"),
     *("notebooks/exercises/", f"{HERE}/"),
-    *(f"{exercise.package}/{file}" for exercise in EXERCISES for file in ("engine.py", "minimal.py")),
+    *(f"{exercise.package}/{file}" for exercise in EXERCISES for file in ("engine.py", "minimal")),
 )
 PAGE = '"""To be written in a notebook: what notebooks/0{number}_*.ipynb builds, under these names."""\n'
 OPEN = 'def {name}(*arguments):\n    raise NotImplementedError("{shown} is still open")\n'

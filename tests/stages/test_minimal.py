@@ -13,6 +13,7 @@ import os
 import re
 from collections import OrderedDict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
@@ -37,6 +38,7 @@ PAGES = {  # engine -> its page's module and class, and lines of code at most
     "stage1_os": ("stage1_os.minimal", "ShardedOptimizer", 62),
     "stage2_grad": ("stage2_grad.minimal", "ShardedGradients", 62),
     "stage3_param": ("stage3_param.minimal", "ShardedParameters", 82),
+    "stage3_param, by properties": ("stage3_param.minimal_property", "ShardedParameters", 77),
     "offload": ("offload.minimal", "OffloadedOptimizer", 72),
     "offload.nvme": ("offload.minimal_nvme", "StatesOnDisk", 101),
     "zeropp": ("zeropp.minimal", "CompressedCommunication", 102),
@@ -45,13 +47,14 @@ PAGES = {  # engine -> its page's module and class, and lines of code at most
 }
 IN_NODES = ("zeropp", "zeropp.hybrid", "parallel")  # for 4 ranks
 EXACT = tuple(name for name in PAGES if name not in IN_NODES)
-IN_UNITS = ("stage3_param", "offload.nvme", "zeropp.hybrid")
+IN_UNITS = ("stage3_param", "stage3_param, by properties", "offload.nvme", "zeropp.hybrid")
 SHARDED = lambda n: {"parameters": 1 / n, "gradients": 1 / n, "optimizer states": 2 / n}  # noqa: E731
 HELD = {  # {kind: the part of all parameters' bytes that a rank of n holds}
     "stage0_ddp": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2},
     "stage1_os": lambda n: {"parameters": 1, "gradients": 1, "optimizer states": 2 / n},
     "stage2_grad": lambda n: {"parameters": 1, "gradients": 1 / n, "optimizer states": 2 / n},
     "stage3_param": SHARDED,
+    "stage3_param, by properties": SHARDED,
     "zeropp.hybrid": SHARDED,
     "offload": lambda n: {
         "parameters": 1,
@@ -75,6 +78,7 @@ def train_minimal(world, engine, steps):
     """Train gpt-tiny with a page's class; return its weights, and the bytes it holds."""
     model = models.build("gpt-tiny", device="meta")
     models.materialize(model, models.initial_values(0), world.device)
+    names = list(model.state_dict())
     module, name, _ = PAGES[engine]
     page = getattr(importlib.import_module(module), name)
     with torch.device(world.device):
@@ -86,7 +90,7 @@ def train_minimal(world, engine, steps):
         page.step()
     for unit in getattr(page, "units", []):
         unit.gather()
-    return {name: weight.cpu().clone() for name, weight in model.state_dict().items()}, held
+    return {name: attrgetter(name)(model).detach().cpu().clone() for name in names}, held
 
 
 def padded(engine, world_size):
@@ -108,7 +112,10 @@ def test_a_page_is_short_and_needs_nothing_but_torch(name):
     assert code_lines(text) <= PAGES[name][2]
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     modules = {getattr(node, "module", None) or alias.name for node in imports for alias in node.names}
-    assert {module.split(".")[0] for module in modules} <= {"os", "functools", "pathlib", "tempfile", "torch"}
+    assert {module.split(".")[0] for module in modules} <= {
+        *("os", "functools", "pathlib", "tempfile", "torch"),
+        *(["stage3_param"] if "properties" in name else []),
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,9 +125,18 @@ def test_a_page_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says
     """Hybrid sharding in two nodes of two."""
     options, shards = ({"ranks_per_node": 2}, 2) if name == "zeropp.hybrid" else ({}, world.size)
     weights, held = train_minimal(world, name, STEPS)
-    assert same_bits(weights, train_counted(world, name, steps=STEPS, **options)[0].full_state_dict())
+    assert same_bits(weights, train_counted(world, name.partition(",")[0], steps=STEPS, **options)[0].full_state_dict())
     part = 4 * padded(name, world.size)
     assert held == {kind: share * part for kind, share in HELD[name](shards).items()}
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_page_of_properties_sends_three_times_all_parameters(world):
+    name = "stage3_param, by properties"
+    with sending() as sent:
+        train_minimal(world, name, STEPS)
+    afterwards = 2  # gathers of all: by `train_minimal`, and by its reads
+    assert sum(sent) == (3 * STEPS + afterwards) * 4 * padded(name, world.size) * (world.size - 1) / world.size
 
 
 class Unpadded(nn.Module):
@@ -143,14 +159,14 @@ def batch_of_bytes(world, step):
 
 @contextlib.contextmanager
 def sending():
-    """A list that collects the bytes this rank sends in each collective of ZeRO++'s page."""
+    """A list that collects the bytes this rank sends in each collective of a page."""
     sent, all_to_all, all_gather = [], dist.all_to_all_single, dist.all_gather
 
-    def counted_all_to_all(received, tensor, group):
+    def counted_all_to_all(received, tensor, group=None):
         sent.append(tensor.nbytes // dist.get_world_size(group) * (dist.get_world_size(group) - 1))
         return all_to_all(received, tensor, group=group)
 
-    def counted_all_gather(received, tensor, group):
+    def counted_all_gather(received, tensor, group=None):
         sent.append(tensor.nbytes * (dist.get_world_size(group) - 1))
         return all_gather(received, tensor, group=group)
 
@@ -236,7 +252,8 @@ def test_the_page_of_tensor_parallelism_ends_with_the_bits_of_stage_1_around_a_s
 def printed(world, name):
     """What a page prints when it trains its own model."""
     with contextlib.redirect_stdout(io.StringIO()) as lines, torch.device(world.device):
-        importlib.import_module(PAGES[name][0]).train()
+        page = importlib.import_module(PAGES[name][0])
+        page.train() if hasattr(page, "train") else page.minimal.train(page.ShardedParameters)
     return lines.getvalue().splitlines()
 
 
