@@ -28,18 +28,23 @@ TAKES = {"forward": 1, "backward": 2}  # units of time
 # ---- what is kept ------------------------------------------------------------------------------------------------
 
 
-def activations(world, partitioned):
-    """Live bytes of activations on this rank through a step, [(phase, bytes)]: all ranks are one tensor axis."""
+def on_tensor_ranks(world, partitioned=False, **options):
+    """An engine whose ranks are one tensor axis, with checkpoints; a batch, its loss function, and the Axes."""
     grid = init_device_mesh(world.device.type, (1, world.size), mesh_dim_names=("data", "tensor"))
     axes, model = Axes(tensor=grid["tensor"].get_group()), models.build(MODEL)
     tensor.split(model, axes)
     model.checkpoint_activations = "non-reentrant"
     if partitioned:
         model.saving = PartitionedActivations(axes)
-    group = {"process_group": grid["data"].get_group(), "model_parallel": axes}
-    engine = find_engine("stage1_os")(model, ADAMW, init=tensor.cut_init(models.initial_values(0), axes), **group)
+    options |= {"process_group": grid["data"].get_group(), "model_parallel": axes}
+    engine = find_engine("stage1_os")(model, ADAMW, init=tensor.cut_init(models.initial_values(0), axes), **options)
     batch = model.inputs_and_targets(Batches(load_text(), model.window, SAMPLES).of(0, 0, 1))
-    loss_of = tensor.VocabParallelLoss(axes)
+    return engine, batch, tensor.VocabParallelLoss(axes), axes
+
+
+def activations(world, partitioned):
+    """Live bytes of activations on this rank through a step, [(phase, bytes)]: all ranks are one tensor axis."""
+    engine, batch, loss_of, _ = on_tensor_ranks(world, partitioned)
     train_step(engine, [batch], loss_of=loss_of)
     with Timeline(engine) as timeline:
         train_step(engine, [batch], loss_of=loss_of)

@@ -3,12 +3,15 @@
 import contextlib
 import functools
 import importlib.util
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from matrix import CELLS
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import ADAMW, BUCKET_MB, batch, same_bits, train_step
 
 from common import models
@@ -16,6 +19,7 @@ from common.engines import find_engine
 from interop import museum, peers
 from interop.peers.base import Peer
 from lab.compare import relative_difference
+from lab.simulate.clock import collective_of
 
 # Bytes per parameter of (parameters, gradients, optimizer) in fp32 with Adam, averaged over n ranks.
 HOLDS = {
@@ -213,3 +217,34 @@ def test_a_peer_names_its_settings_and_versions(peer):
 def test_what_the_museum_shows_is_a_cell_of_the_matrix_and_an_engine(exhibit):
     assert exhibit["cell"] in map(str, CELLS)
     assert issubclass(find_engine(exhibit["engine"]), Peer)
+
+
+class Sent(TorchDispatchMode):
+    """A context that counts the bytes of all collectives, {kind: bytes}."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            kind, _, sent = collective_of(function, args)
+            self.bytes[kind] += sent
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("peer", "times"), [(peers.FSDP2, 2), (peers.FSDP2KeepParameters, 1)])
+def test_fsdp2_has_shards_between_steps_and_whole_parameters_meanwhile_if_it_keeps_them(world, peer, times):
+    """The table "FSDP2 that keeps parameters" of stage 3's page."""
+    engine = make(peer)
+    shards = lambda: [isinstance(p, DTensor) for p in engine.module.parameters()]  # noqa: E731
+    for _ in range(2):
+        assert all(shards())
+        with Sent() as sent:
+            inputs, targets = batch(engine.module, world, 0)
+            loss = models.loss(engine(inputs), targets)
+            assert all(shards()) if times == 2 else not any(shards())
+            engine.backward(loss)
+            assert all(shards())
+        engine.step()
+    assert sent.bytes["all_gather"] == times * sent.bytes["reduce_scatter"] > 0
