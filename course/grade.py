@@ -26,6 +26,7 @@ from rich.markup import escape
 from common.errors import InputError
 from common.outputs import check_outputs, one_line_errors, parser_of, write_json
 from course.exercises import ALL
+from course.grader.drills import DRILLS
 from course.grader.graded import graded
 from course.grader.grading import ENGINES
 from course.grader.promises import PROMISES
@@ -65,14 +66,14 @@ def exercise_of(file):
     if not os.path.isfile(file):  # False also for a name that is too long
         raise InputError(f"{file}: there is no such file")
     if (exercise := named_in(file)) is None:
-        *names, last = [exercise.path.name for exercise in ALL]
+        *names, last = [exercise.path.name for exercise in (*ALL, DRILLS)]
         raise InputError(f"{file}: which stage? Name the file {', '.join(names)} or {last}")
     return exercise
 
 
 def named_in(file):
     """The exercise that a path names last, as stage1_mine.py does; None if it names none."""
-    exercises = {exercise.path.stem: exercise for exercise in ALL}
+    exercises = {exercise.path.stem: exercise for exercise in (*ALL, DRILLS)}
     named = re.findall("|".join(exercises), str(file))
     return exercises[named[-1]] if named else None
 
@@ -83,7 +84,7 @@ def part_of(exercise, named):
     Raises:
         InputError: there is no such part, or no engine in this tree to take the others from.
     """
-    if PROMISES.exists():
+    if PROMISES.exists() and exercise is not DRILLS:
         raise InputError(
             f"--part {named}: the other parts would come from {exercise.package}'s engine, which is yours to write "
             "here; write them all, and grade the file"
@@ -128,6 +129,7 @@ def show(report, hint, briefly=False):
     if finding is None:
         engine = ENGINES.get(report["stage"], report["stage"])
         what = f"this is {engine}, bit for bit and byte for byte" if part is None else f"`{part}` is right"
+        what = "each drill is right" if engine == DRILLS.key and part is None else what
         console.print(f"\nAll of it holds: {what}.")
         return
     console.print(f"\n[bold]{escape(finding['where'])}[/]")
@@ -148,7 +150,8 @@ def show_promises(report, console):
         dim = "dim" if promise["holds"] is None else "default"
         console.print(f"{signs[promise['holds']]} [{dim}]{promise['promise']}[/]")
     if report["parts"]:
-        console.print(f"\n{report['points']} of {report['of']} points. Each part, with the engine's other parts:")
+        how = "" if report["stage"] == DRILLS.key else ", with the engine's other parts"
+        console.print(f"\n{report['points']} of {report['of']} points. Each part{how}:")
     for part in report["parts"]:
         console.print(f"{part['points']:>4} of {part['of']}   {part['part']}")
 

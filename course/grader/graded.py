@@ -12,6 +12,7 @@ from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 from course.exercises import ALL
 from course.grader.cases import CASES
+from course.grader.drills import DRILLS, drilled
 from course.grader.grading import FOUND, OF_THE_FILE, Finding, Reference, cases_of, grade
 from course.grader.promises import PROMISES, reference_of
 from course.parts import OPEN, alone, methods_of, own_parts
@@ -39,6 +40,10 @@ def graded(file, stage, part=None):
     Raises:
         InputError: nothing could be graded, which is not the submission's fault.
     """
+    if stage == DRILLS.key:
+        with tempfile.NamedTemporaryFile() as log, contextlib.closing(Worlds(log.name)) as worlds:
+            found = drilled(worlds.run, file, DRILLS.parts if part is None else (part,))
+            return found | {"printed": _printed(Path(log.name))}
     exercise, cases = next(exercise for exercise in ALL if exercise.key == stage), cases_of(stage)
     asked = exercise.parts if part is None else (part,)
     try:

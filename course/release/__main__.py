@@ -16,6 +16,7 @@ from pathlib import Path
 from common.errors import InputError
 from common.outputs import ROOT, one_line_errors, parser_of
 from course.exercises import EXERCISES, apart
+from course.grader.drills import DRILLS
 from course.grader.graded import Worlds
 from course.grader.promises import PROMISES, record
 from course.parts import written
@@ -104,6 +105,7 @@ def write_exercises(tree):
         file.write_text(written(exercise))
         (package / "engine.py").symlink_to(os.path.relpath(file, package))
         (package / "minimal.py").write_text(page_to_write(exercise.package, number))
+    shutil.copy(DRILLS.path, tree / DRILLS.path.relative_to(ROOT))
 
 
 def drop_dead_links(tree):

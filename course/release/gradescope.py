@@ -14,9 +14,11 @@ from common.errors import InputError
 from common.outputs import one_line_errors, parser_of, write_text
 from course.exercises import ALL
 from course.grade import named_in
+from course.grader.drills import DRILLS
 from course.grader.graded import graded
 
-NOTHING = f"Nothing to grade: hand in files named {', '.join(exercise.path.name for exercise in ALL)}, or some of them."
+NAMES = ", ".join(exercise.path.name for exercise in (*ALL, DRILLS))
+NOTHING = f"Nothing to grade: hand in files named {NAMES}, or some of them."
 FAULT = "That is not your fault, and no answer about your file: have the autograder run again."
 
 
@@ -33,7 +35,7 @@ def main(argv=None):
 def results_of(folder):
     """The results of a folder for Gradescope. Of an exercise's files one is graded: stage1.py, if it is there."""
     began, tests, said = time.monotonic(), [], []
-    for exercise in ALL:
+    for exercise in (*ALL, DRILLS):
         files = [file for file in folder.rglob("*.py") if named_in(file.name) == exercise]
         for file in sorted(files, key=lambda file: (file.name != exercise.path.name, file))[:1]:
             try:
