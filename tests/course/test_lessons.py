@@ -6,6 +6,7 @@ Chromium comes from the distribution; without it, or without playwright, the tes
 import contextlib
 import copy
 import re
+import subprocess
 from collections import defaultdict
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -20,6 +21,7 @@ from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes, recording
 from course.lessons.events import Recorder
 from course.lessons.page import INCREMENTS, file_of, inline, write
+from course.lessons.patch import STEPS, patch
 from course.lessons.sentences import moments, sentence
 from course.lessons.sources import Source
 
@@ -41,6 +43,22 @@ def pages(recorded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lessons")
     write(folder, INCREMENTS, recorded)
     return folder
+
+
+@pytest.mark.parametrize("pair", STEPS, ids=lambda pair: pair[1])
+def test_a_patch_makes_an_engine_the_next_one_and_tells_the_reason_of_every_change(pair, tmp_path):
+    before, after = map(Source, pair)
+    engine, diff = tmp_path / before.path, tmp_path / "step.diff"
+    engine.parent.mkdir()
+    engine.write_text("\n".join(before.lines) + "\n")
+    diff.write_text(patch(before, after))
+    subprocess.run(["git", "apply", diff], cwd=tmp_path, check=True)
+    assert engine.read_text() == "\n".join(after.lines) + "\n"
+    hunks = re.findall(r"^@@ .*? @@ (.*)", diff.read_text(), re.MULTILINE)
+    assert all(hunks)
+    for name in CHANGED_METHODS[pair[1]]:
+        why = after.reasons().get(name) or after.method(name).docstring
+        assert any(f"{name}: {why.rstrip('.')}" in hunk for hunk in hunks)
 
 
 # ---- the code and its notes ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from submissions import SUBMISSIONS, within
 from common.errors import InputError
 from course.exercises import ALL, EXERCISES, LATER, apart
 from course.grader.cases import CASES
+from course.grader.drills import DRILLS
 from course.grader.grading import FOUND, grade
 from course.parts import ROOT, Part, bare, place, shows, solutions
 from course.release import __main__ as command
@@ -197,7 +198,7 @@ def test_a_grader_that_fails_says_so(released, monkeypatch):
     monkeypatch.setattr(gradescope, "graded", mock.Mock(side_effect=busy))
     results = gradescope.results_of(ROOT / "notebooks" / "exercises")
     assert (results["score"], results["tests"]) == (0, [])
-    assert results["output"].count("not your fault") == len(ALL)
+    assert results["output"].count("not your fault") == len((*ALL, DRILLS))
 
 
 @pytest.mark.parametrize("names", ["engine.py", "stage1_mine.py", "a_stage1.py stage1.py stage1_z.py"])
@@ -213,7 +214,7 @@ def test_a_file_that_names_its_exercise_is_graded(tmp_path, names):
 
 def test_the_page_for_lecturers_names_the_points():
     page = (ROOT / "notebooks/exercises/LECTURERS.md").read_text()
-    for exercise in ALL:
+    for exercise in (*ALL, DRILLS):
         points = sum(part.points for part in exercise.parts)
         assert f"| `{exercise.path.name}` | {points} |" in page
 
