@@ -23,37 +23,26 @@ from common.ranks.world import RankFailed, speaks_first
 ROOT = Path(__file__).parent.parent
 KINDS = {"int": {"type": int}, "float": {"type": float}, "flag": {"action": "store_true"}, "text": {}}
 TRIAL = 4096  # bytes that a file system must have free
-MOST = 10**15  # of anything that is counted
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes a value such as -5GB, and names the option that one which it does not know is near to."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        joined = []
-        for given in sys.argv[1:] if args is None else args:
-            if re.match(r"-\.?\d", given) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-                joined[-1] += f"={given}"
-            else:
-                joined.append(given)
-        return super().parse_known_args(joined, namespace)
+    """One that names the option that a misspelt one is near to."""
 
     def error(self, message):
-        if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", message):
-            message += did_you_mean(unknown[1], self._option_string_actions)
-        super().error(message)
+        unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
+        super().error(message + (did_you_mean(unknown[1], self._option_string_actions) if unknown else ""))
 
 
 def did_you_mean(name, known):
     """A question after an unknown name, "; did you mean h100-80g?"; "" if none of `known` is near."""
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name.lower(), known, n=1))
 
 
 def parser_of(module, description):
     """A parser for the arguments of `python -m module`; help keeps the description's line breaks."""
-    how = argparse.RawTextHelpFormatter
-    return Parser(prog=f"python -m {module}", description=description, formatter_class=how)
+    parser = Parser(f"python -m {module}", description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # -5GB is a value, too
+    return parser
 
 
 def add_options(parser, options, **known):
@@ -86,11 +75,10 @@ def one_line_errors():
 
 
 def check_counts(options, *names):
-    """Raise InputError if an option is below 1 or above MOST; None means not given."""
+    """Raise InputError if an option is below 1; None means not given."""
     for name in names:
-        if (number := getattr(options, name)) is not None and not 1 <= number <= MOST:
-            bound = "at least 1 is needed" if number < 1 else f"at most {MOST:g}"
-            raise InputError(f"--{name.replace('_', '-')} {number:.20g}: {bound}")
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise InputError(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
 
 
 def check_clone(folder, otherwise=""):

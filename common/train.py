@@ -47,10 +47,9 @@ def main(package, arguments=None, add_own=None):
         add_own: `add_own(parser)` adds this package's own options, and returns a function from the parsed options to
             the engine's name and its keyword arguments, {name: value}; that raises InputError for invalid options.
     """
-    parser = outputs.Parser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
+    parser = outputs.parser_of(package, importlib.import_module(package).__doc__)
     add_arguments(parser)
-    runs.add_arguments(parser)
-    outputs.add_options(parser, OPTIONS["engine"])
+    outputs.add_options(parser, OPTIONS["runs"] | OPTIONS["engine"])
     own = add_own(parser) if add_own else lambda options: (package, {})
     options = outputs.asked(parser, arguments)
     runs.check_arguments(options)
@@ -181,9 +180,7 @@ def train(world, name, options, progress=None):
             tables.say(survives.message)
         run = _run_steps(world, engine, module, options, batches, progress, schedulers, survives)
     if run.skipped == options.steps:
-        raise InputError(
-            f"--steps {options.steps}: every gradient overflowed in fp16, and each lowers the loss scale; take more"
-        )
+        raise InputError(f"--steps {options.steps}: every gradient overflowed in fp16 and lowered the scale; take more")
     row = {"engine": getattr(name, "name", name), "losses": run.losses, "skipped_steps": run.skipped}
     if ours:
         row["losses"] = (survives.losses if survives else []) + runs.means(engine.comm, run.losses)

@@ -275,9 +275,7 @@ def _check_fits(engine, index):
     for what in [*here, *saved]:
         one, other = saved.get(what, "missing"), here.get(what, "missing")
         if one != other:
-            raise InputError(
-                f"{what} is {one} in the checkpoint and {other} here; build the engine as when it was saved"
-            )
+            raise InputError(f"{what} is {one} in the checkpoint and {other} here; build the engine as it was saved")
 
 
 def _described(index):

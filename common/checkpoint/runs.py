@@ -49,14 +49,6 @@ LEAVING = 1.0  # seconds to wait for a run that is about to end
 RESTARTING = 40.0  # seconds to wait for one whose ranks torchrun is ending, perhaps on another node
 
 
-def add_arguments(parser):
-    when = "write checkpoints into this folder: at the end, when stopped, and"
-    parser.add_argument("--save", metavar="DIR", help=when)
-    parser.add_argument("--save-every", type=int, metavar="K", help="after each K-th step")
-    parser.add_argument("--keep", type=int, default=2, metavar="M", help="checkpoints to keep (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if any")
-
-
 def check_arguments(options):
     """Raise InputError for options that contradict each other."""
     check_name("--save", options.save)
@@ -138,9 +130,7 @@ class TrainingRun:
             newest = max(complete(self.folder), default=None)
         newest = self.engine.comm.gather_objects(newest, "the newest checkpoint")[0]  # nodes see it at different times
         if newest is not None and not self.options.resume:
-            raise InputError(
-                f"{self.folder} holds a run at step {newest}: add --resume to go on with it, or give another folder"
-            )
+            raise InputError(f"{self.folder} holds a run at step {newest}: add --resume to go on with it, or move it")
         if newest is not None:
             self._resume(newest)
         elif self.options.resume:

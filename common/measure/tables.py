@@ -1,15 +1,13 @@
 """Tables, for the terminal and for pages.
 
-In the terminal, words and numbers with their units stay whole and nothing is left out, within 80 columns if they fit. A
-terminal that lacks letters, or whose reader has gone, as with `| head`, does not end training: what it cannot show is
-dropped.
+In the terminal, words stay whole and nothing is left out, within 80 columns if the words fit. A terminal that lacks
+letters, or whose reader has gone, as with `| head`, does not end training: what it cannot show is dropped.
 """
 
 import contextlib
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +15,6 @@ import rich.table
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 
-UNIT = re.compile(r"(\d) (?=(?:[kMGT]?B|s)\b)")  # after a number
 GAP, TIGHT = 3, 1  # columns of the terminal between two of the table's; and if words do not fit otherwise
 
 
@@ -61,10 +58,9 @@ def show(table, console=None):
     made = rich.table.Table(title=table.title, caption=table.caption, title_justify="left", caption_justify="left")
     made.box, made.show_edge, made.pad_edge, made.padding = SIMPLE_HEAVY, False, False, (0, gap // 2)
     for number, (name, width) in enumerate(zip(table.header, widths, strict=True)):
-        justify = "left" if number in table.words else "right"
-        made.add_column(_wrapped(name, width), justify=justify, width=width, no_wrap=True)
+        made.add_column(name, justify="left" if number in table.words else "right", width=width)
     for row in table.rows:
-        made.add_row(*map(_wrapped, row, widths))
+        made.add_row(*row)
     _print(console.print, made)
 
 
@@ -87,22 +83,12 @@ def _print(how, *what, **options):
 def fit(columns, room, gap=GAP):
     """The widths of columns, texts [columns][rows], that fit in `room`, but never less than the longest word."""
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in columns]
-    longest = [max(len(word) for text in column for word in re.split("[ \n]", _glued(text))) for column in columns]
+    glued = [re.sub(r"(\d) (?=([kMGT]?B|s)\b)", r"\1_", " ".join(column)) for column in columns]  # 39.8 GB is a word
+    longest = [max(map(len, column.split()), default=0) for column in glued]
     while needed(widths, gap) > room and widths != longest:
         widest = max((width, number) for number, width in enumerate(widths) if width > longest[number])[1]
         widths[widest] -= 1
     return widths
-
-
-def _glued(text):
-    return UNIT.sub("\\1\N{NO-BREAK SPACE}", text)  # textwrap breaks lines at ASCII spaces alone
-
-
-def _wrapped(text, width):
-    """A cell's text in lines of `width`, if its words are no longer."""
-    how = {"break_long_words": False, "break_on_hyphens": False}
-    lines = [textwrap.fill(line, max(1, width), **how) for line in _glued(text).split("\n")]
-    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def needed(widths, gap=GAP):

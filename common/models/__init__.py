@@ -74,9 +74,7 @@ def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
         model = known[name]()
     if checkpoint_activations is not None:
         if checkpoint_activations not in KINDS:
-            raise InputError(
-                f"unknown kind of activation checkpoint {checkpoint_activations!r}; known kinds: {', '.join(KINDS)}"
-            )
+            raise InputError(f"unknown kind {checkpoint_activations!r}; known kinds: {', '.join(KINDS)}")
         if not hasattr(model, "checkpoint_activations"):
             raise InputError(f"{name} has no blocks to recompute; choose another model, or no checkpoints")
         model.checkpoint_activations = checkpoint_activations

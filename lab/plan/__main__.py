@@ -37,6 +37,7 @@ from lab.simulate.world import Setting, own_options, simulate
 USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's; and of a host's, the system's
 LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())
 OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+NOTES = tomllib.loads(Path(__file__).with_name("notes.toml").read_text(encoding="utf-8"))
 OPTIMIZERS = {"adamw": 8, "sgd": 4, "adam8bit": 2}  # bytes of their states for a parameter
 UNSIMULATED = ("lora", "optimizer", "fused-loss", "offload-activations", "fp32-gradients")
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
@@ -83,6 +84,8 @@ def parser():
 def plan(options):
     """The JSON of `lab.plan`; an InputError if the options cannot be used."""
     check_counts(options, *COUNTS)
+    if huge := [name for name in COUNTS if (getattr(options, name) or 0) > shapes.MOST]:
+        raise InputError(f"--{huge[0].replace('_', '-')}: at most {shapes.MOST:.0e}")
     landmark = landmark_of(options)
     for name, usual in {**OF_A_LANDMARK, "batch": 1}.items():
         if getattr(options, name) is None:
@@ -286,57 +289,32 @@ def fusing(rows, fused):
 
 
 def notes(options, machine, rank):
-    """What the figures leave out, or take for granted."""
+    """What the figures leave out, or take for granted: the sentences of notes.toml that apply."""
     shape, degree = rank.shape, options.tensor * options.pipeline
     node = min(options.per_node or machine.ranks_per_node, options.world_size)
-    said = [shape.guessed] if shape.guessed else []
-    if not options.budget:
-        said.append(f"Of {show_bytes(machine.holds)} a tenth is left to CUDA, NCCL and the allocator.")
-    if 0 < shape.longest < rank.sequence:
-        said.append(f"{shape.name} was made for samples of {shape.longest:,} tokens at most.")
-    if degree > 1:
-        said.append(
-            f"Ranks are placed tensor-parallel first, then by pipeline, so that a node's links serve {rank.rings} "
-            "data-parallel rings. Megatron-LM places data-parallel ranks before pipeline stages."
-        )
-    if options.precision == "bf16" and not machine.bfloat16:
-        said.append(f"{machine.name} has no bf16: train in fp16, which takes as many bytes.")
-    if options.tensor > 1:
-        how = "and so is all else, by sequence parallelism" if options.sequence_parallel else "norms' inputs are not"
-        said.append(
-            f"Tensor parallelism: what its matrices keep is divided by {options.tensor}, {how}. Its sums send "
-            f"{show_bytes(round(rank.sent_in_sums))} more on a GPU in a step, and layers wait for them."
-        )
-    if shape.vocabulary % options.tensor:
-        said.append(f"{options.tensor} tensor-parallel ranks do not divide {shape.vocabulary:,} tokens: pad them.")
-    if options.world_size > node and (options.tensor > node or node % options.tensor):
-        said.append(
-            f"Some tensor-parallel groups of {options.tensor} lie on several nodes of {node}: their all-reduces cross "
-            "the links between nodes."
-        )
-    if shape.layers % options.pipeline:
-        most = -(-shape.layers // options.pipeline)
-        said.append(f"{options.pipeline} stages do not divide {shape.layers} layers: all wait for those of {most}.")
-    if options.pipeline > 1:
-        most = (-(-shape.layers // options.pipeline) * shape.block + max(shape.root, shape.last)) / options.tensor
-        said.append(
-            f"A pipeline's stages hold as much here, {rank.psi:.3g} parameters; one with the embedding or the head "
-            f"has {most:.3g}; all wait for the one with the head."
-        )
-        times = max(options.pipeline, rank.job.accumulate)  # it needs as many micro-batches, or more
-        said.append(
-            f"In a step of {times} micro-batches, as the pipeline of {options.pipeline} wants, stages 0 and 1 reduce "
-            f"once; stage 2 reduces each and sends {(times + 1) / 2:g} times as much, stage 3 gathers for each and "
-            f"sends up to {1.5 * times:g} times as much: DeepSpeed refuses both there."
-        )
-    if (options.per_node or 0) > machine.ranks_per_node:
-        said.append(f"{machine.name} has {machine.ranks_per_node} GPUs: {options.per_node} share what one has.")
-    if rank.ranks % rank.per_node:
-        last = rank.ranks % rank.per_node
-        said.append(
-            f"{rank.ranks} data-parallel ranks on {rank.nodes} nodes: {rank.per_node} each, {last} on the last."
-        )
-    return said
+    times = max(options.pipeline, rank.job.accumulate)  # a pipeline needs as many micro-batches, or more
+    layers, rest = -(-shape.layers // options.pipeline), rank.ranks % rank.per_node
+    applies = {
+        "guessed": shape.guessed,
+        "tenth": not options.budget,
+        "longer": 0 < shape.longest < rank.sequence,
+        "placed": degree > 1,
+        "fp16": options.precision == "bf16" and not machine.bfloat16,
+        "tensor": options.tensor > 1 and not options.sequence_parallel,
+        "sequence": options.tensor > 1 and options.sequence_parallel,
+        "padded": shape.vocabulary % options.tensor,
+        "across": options.world_size > node and (options.tensor > node or node % options.tensor),
+        "uneven": shape.layers % options.pipeline,
+        "stages": options.pipeline > 1,
+        "reduced": options.pipeline > 1,
+        "shared": (options.per_node or 0) > machine.ranks_per_node,
+        "last": rest,
+    }
+    figures = {"node": node, "times": times, "twice": (times + 1) / 2, "thrice": 1.5 * times, "layers": layers}
+    figures |= {"most": (layers * shape.block + max(shape.root, shape.last)) / options.tensor, "rest": rest}
+    figures |= {"holds": show_bytes(machine.holds), "sums": show_bytes(round(rank.sent_in_sums))}
+    about = {"options": options, "machine": machine, "rank": rank, "shape": shape}
+    return [NOTES[name].format(**about, **figures) for name, said in applies.items() if said]
 
 
 def confirmed(options, results):
@@ -405,7 +383,7 @@ def tables(results):
         counts = [show_bytes(round(row[name])) for name in ("host", "disk", "sent", "bus", "disk_moved")]
         speed = f"{row['tokens_per_second']:,.0f}"
         days = [] if row["days"] is None else [f"{row['days']:,.{2 * (row['days'] < 10)}f}"]
-        moved.append([row["way"], *counts, fits[0].strip(":"), f"{row['step_seconds']:.3g} s", speed, *days])
+        moved.append([row["way"], *counts, fits[0].strip(":"), f"{row['step_seconds']:.3g}", speed, *days])
     by_speed = sorted(range(len(moved)), key=lambda at: (not rows[at]["fits"], rows[at]["step_seconds"]))
     moved = [moved[at] for at in by_speed]
     note = (
@@ -414,7 +392,7 @@ def tables(results):
         f"ZeRO++ packs its codes in one pass, as compiled kernels can. Attention's kernel is {results['attention']}."
     )
     on_device = ("on a GPU", "model states", "in flight", "activations", "in all", "fits", "largest micro-batch")
-    beside = ["by speed", "host", "disk", "sent in a step", "over the bus", "disk", "fits", "a step", "tokens/s"]
+    beside = ["by speed", "host", "disk", "sent in a step", "over the bus", "disk", "fits", "s a step", "tokens/s"]
     beside += ["days"] * (rows[0]["days"] is not None)
     return [Table(title, on_device, held), Table("", tuple(beside), moved, caption=note)]
 

@@ -1,7 +1,9 @@
 """What a rank holds, sends and moves, by formula: model states, what is in flight, activations; for each engine."""
 
 import math
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import InputError
 
@@ -15,7 +17,6 @@ LOSS, HEAD, BLOCK, BUCKETS = "the loss", "the head's gradient", "a block's backw
 FIRST, EMBEDDING = "the first block's backward, which comes last", "the embedding's gradient"
 MOMENTS = (LOSS, HEAD, BLOCK, BUCKETS, FIRST, EMBEDDING)  # of a step, at which memory peaks
 STATES = ("parameters", "gradients", "optimizer")
-OPTIMIZER_ON_HOST = {"parameters": "device", "gradients": "device", "optimizer": "cpu"}
 IN_UNITS = ("stage3_param", "zeropp", "offload.nvme", "zeropp.hybrid", "fsdp")
 NO_SYNC = ("stage0_ddp", "stage1_os", "megatron")  # add up gradients of all micro-batches before they reduce
 
@@ -36,23 +37,9 @@ class Way:
         return dict.fromkeys(STATES, tiers) if isinstance(tiers, str) else tiers
 
 
-WAYS = (
-    Way("stage 0, data parallelism", "stage0_ddp"),
-    Way("stage 1", "stage1_os"),
-    Way("stage 2", "stage2_grad"),
-    Way("stage 3", "stage3_param"),
-    Way("ZeRO++", "zeropp"),
-    Way("ZeRO-Offload", "offload"),
-    Way("stage 3, optimizer on the host", "offload.nvme", (("tiers", OPTIMIZER_ON_HOST),)),
-    Way("ZeRO-Infinity, host", "offload.nvme", (("tiers", "cpu"),)),
-    Way("ZeRO-Infinity, disk", "offload.nvme", (("tiers", "nvme"),)),
-    Way("hybrid sharding", "zeropp.hybrid"),
-)
-
-
-PEERS = (  # how others hold what stages 1 and 3 hold: shown beside them, and not advised
-    Way("Megatron's distributed optimizer", "megatron"),
-    Way("torch's FSDP, fp32 parameters", "fsdp"),
+WAYS, PEERS = (
+    tuple(Way(row["title"], row["engine"], tuple(row.get("own", {}).items())) for row in rows)
+    for rows in tomllib.loads(Path(__file__).with_name("ways.toml").read_text(encoding="utf-8")).values()
 )
 
 
@@ -113,53 +100,22 @@ class Rank:
         if job.pipeline > shape.layers:
             raise InputError(f"--pipeline {job.pipeline}: {shape.name} has {shape.layers} layers; give as many at most")
 
-    # ---- counts of parameters ---------------------------------------------------------------------------------
-
-    @property
-    def psi(self):
-        """The parameters that its data-parallel ranks share."""
-        return self.shape.parameters / (self.tensor * self.job.pipeline)
-
-    @property
-    def trained(self):
-        """Those of them that are trained."""
-        share = 1 if self.shape.trained is None else self.shape.trained / self.shape.parameters
-        return self.psi * share
+        self.psi = shape.parameters / degree  # parameters that its data-parallel ranks share; and the trained of them
+        self.trained = self.psi * (1 if shape.trained is None else shape.trained / shape.parameters)
+        # What ends the forward stays gathered, and saves its second gather.
+        self._kept = (self._unit("root") + (self._unit("last") or self._unit("block"))) / job.pipeline
+        self.bucket = min(self.trained, max(BUCKET, shape.largest / self.tensor))  # elements
+        # Bytes of an element: of master weight and optimizer (in fp32 the parameter is the master), of a gradient shard
+        # (sums over micro-batches are in fp32), of one in tiers (a 16-bit mean stays beside the sum), and of one sent.
+        self.master = job.moments + (4 if self.width == 2 else 0)
+        self.summed = 4 if job.accumulate > 1 else self.width
+        self.beside = self.summed + (self.width if self.summed > self.width else 0)
+        self.gradient_width = 4 if job.fp32_gradients else self.width
 
     def _unit(self, name, trained=False):
         """Parameters of a block, of the root or the last unit; or the trained of them."""
         of_trained = getattr(self.shape, f"trained_{name}", None) if trained else None
         return (getattr(self.shape, name) if of_trained is None else of_trained) / self.tensor
-
-    @property
-    def _kept(self):
-        """The parameters that end the forward: they stay gathered, and save their second gather."""
-        return (self._unit("root") + (self._unit("last") or self._unit("block"))) / self.job.pipeline
-
-    @property
-    def master(self):
-        """Bytes of an fp32 master weight and the optimizer's states; in fp32 the parameter is the master."""
-        return self.job.moments + (4 if self.width == 2 else 0)
-
-    @property
-    def summed(self):
-        """Bytes of an element of a gradient's shard: sums over micro-batches are in fp32."""
-        return 4 if self.job.accumulate > 1 else self.width
-
-    @property
-    def beside(self):
-        """The same of a shard in tiers, where a 16-bit mean stays beside the sum."""
-        return self.summed + (self.width if self.summed > self.width else 0)
-
-    @property
-    def gradient_width(self):
-        """Bytes of an element of a gradient that is sent."""
-        return 4 if self.job.fp32_gradients else self.width
-
-    @property
-    def bucket(self):
-        """The elements of a bucket of gradients."""
-        return min(self.trained, max(BUCKET, self.shape.largest / self.tensor))
 
     # ---- a row of the table -----------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ that gave the fractions of hardware.toml are apart from those that were held out
 """
 
 import tomllib
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -73,15 +72,12 @@ def table(results):
     """A row for each source."""
     rows = []
     for source in results["tables"]:
-        ratios = sorted(run["ratio"] for run in source["runs"])
-        near = Counter(abs(ratio - 1) <= NEAR for ratio in ratios)[True]
-        fits = Counter(run["fits"] for run in source["runs"])[True]
-        kind = "fitted" if source.get("fitted") else "held out"
-        said = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        rows.append(
-            (source["name"], kind, str(len(ratios)), str(near), f"{geometric_mean(ratios):.2f}", said, str(fits))
-        )
-    header = ("runs of", "", "runs", "within 20 %", "mean ratio", "ratios", "said to fit")
+        runs, kind = source["runs"], "fitted" if source.get("fitted") else "held out"
+        ratios = sorted(run["ratio"] for run in runs)
+        counts = [len(runs), sum(abs(ratio - 1) <= NEAR for ratio in ratios), sum(run["fits"] for run in runs)]
+        said = f"{geometric_mean(ratios):.2f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        rows.append((source["name"], kind, *map(str, counts), *said))
+    header = ("runs of", "", "runs", "within 20 %", "said to fit", "mean ratio", "ratios")
     return Table("Seconds of a step, planned over measured", header, rows, words=(0, 1))
 
 

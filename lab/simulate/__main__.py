@@ -11,7 +11,11 @@ of real runs count its second step, which is shown next to the predictions of it
 """
 
 import json
+import tomllib
 from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from rich.progress import TextColumn, TimeRemainingColumn
 
 from common.engine.mixed_precision import dtype_of
 from common.engines import ENGINES, find_engine
@@ -19,7 +23,16 @@ from common.errors import InputError
 from common.loop import train_step
 from common.measure.memory import CLASSES, HOST
 from common.measure.tables import Table, show_bytes
-from common.outputs import add_options, asked, check_counts, one_line_errors, parser_of, publish, write_text
+from common.outputs import (
+    add_options,
+    asked,
+    check_counts,
+    one_line_errors,
+    parser_of,
+    progress_bar,
+    publish,
+    write_text,
+)
 from common.report import counts_of
 from common.train import OPTIONS as OF_TRAINING
 from lab.simulate.hardware import PRESETS, preset
@@ -27,6 +40,7 @@ from lab.simulate.own import function_of
 from lab.simulate.world import ADAMW, Setting, own_options, simulate, takes
 
 ALL = "all"
+OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
 
 
 @one_line_errors()
@@ -35,40 +49,20 @@ def main(arguments=None):
     parser = parser_of("lab.simulate", __doc__)
     engine = "stage3_param, offload.nvme, or a class package.module:Name; all (the default) for a table of the engines"
     parser.add_argument("engine", nargs="?", default=ALL, help=engine)
-    parser.add_argument("--model", default="gpt-nano", help="of the zoo, or package.module:function (%(default)s)")
-    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (%(default)s)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to simulate (%(default)s)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
-    for axis in ("tensor", "pipeline"):
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{axis}-parallel ranks (%(default)s)")
-    parts = "P_a: each tensor rank keeps its part of what checkpoints save"
-    parser.add_argument("--partition-activations", action="store_true", help=parts)
-    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
-    micro = "samples of a rank's micro-batch (%(default)s)"
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help=micro)
-    length = "length of a sample (the model's; 1024 for one of your own)"
-    parser.add_argument("--seq", type=int, metavar="S", help=length)
-    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches of a step (%(default)s)")
-    parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
+    add_options(parser, OPTIONS, gpus=", ".join(PRESETS))
     add_options(parser, OF_TRAINING["checkpoints"])
-    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (%(default)s)")
-    parser.add_argument(
-        "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
-    )
-    optimizer = "package.module:function from parameters to an optimizer, torch.optim:SGD for instance (fused AdamW)"
-    parser.add_argument("--optimizer", metavar="NAME", help=optimizer)
-    step = "package.module:function (engine, micro_batches, no_sync, loss) that trains one (common.loop:train_step)"
-    parser.add_argument("--step", metavar="NAME", help=step)
-    parser.add_argument("--hardware", metavar="NAME", help=f"time the step on: {', '.join(PRESETS)}")
-    parser.add_argument("--trace", metavar="FILE", help="with --hardware: the step, for ui.perfetto.dev")
+    own = "an engine's own option"
+    parser.add_argument("--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help=own)
     options = asked(parser, arguments)
     setting = setting_of(options)
     step = train_step
     if options.step:
         step = function_of("--step", options.step, "engine", "micro_batches", "no_sync", "loss")
     if options.engine == ALL:
-        rows = [results_of(options, name, one, simulate(one, step)) for name, one in settings_of_all(setting).items()]
+        settings = settings_of_all(setting).items()
+        with progress_bar(TextColumn("left"), TimeRemainingColumn()) as bar:
+            made = bar.track(settings, description="engines")
+            rows = [results_of(options, name, one, simulate(one, step)) for name, one in made]
         publish(options, {"rows": rows}, [side_by_side(rows)])
         return
     row = simulate(setting, step)

@@ -20,16 +20,8 @@ from common.models.llama import Llama, LlamaConfig
 
 PRESETS = tomllib.loads((Path(__file__).parents[1] / "plan/models.toml").read_text())  # shapes that people train
 LENGTH = 1024  # of a sample of a user's own model
-# Model shapes from papers: to simulate and to plan, on any machine.
-LANDMARKS = {
-    "gpt2-1.5b": partial(GPT, GPTConfig(layers=48, width=1600, heads=25, sequence=1024, vocabulary=50257)),
-    "gpt-7.5b": partial(GPT, GPTConfig(layers=36, width=4096, heads=32, sequence=1024, vocabulary=50257)),
-    "turing-nlg-17b": partial(GPT, GPTConfig(layers=78, width=4256, heads=28, sequence=1024, vocabulary=50257)),
-    "gpt3-175b": partial(GPT, GPTConfig(layers=96, width=12288, heads=96, sequence=2048, vocabulary=50257)),
-    "bloom-176b": partial(GPT, GPTConfig(layers=70, width=14336, heads=112, sequence=2048, vocabulary=250880)),
-    "mt-nlg-530b": partial(GPT, GPTConfig(layers=105, width=20480, heads=128, sequence=2048, vocabulary=50257)),
-    "gpt-1t": partial(GPT, GPTConfig(layers=128, width=25600, heads=256, sequence=2048, vocabulary=50257)),
-}
+_GPTS = tomllib.loads((Path(__file__).parents[1] / "plan/gpts.toml").read_text())
+LANDMARKS = {name: partial(GPT, GPTConfig(**shape)) for name, shape in _GPTS.items()}
 
 
 def _llama(layers, hidden, vocabulary, heads, kv_heads=None, ffn=None, sequence=2048, **others):
