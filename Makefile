@@ -181,7 +181,7 @@ record-zeropp: $(INSTALLED)
 
 record-simulated: $(INSTALLED)
 	$(BIN)/python -m lab.plan.scaling --json results/scaling.json
-	$(BIN)/python -m lab.plan.published --json results/published.json
+	$(BIN)/python -m lab.published --json results/published.json
 	$(BIN)/python -m lab.gpu_counts --json results/gpu_counts.json
 
 record-muon: $(INSTALLED)

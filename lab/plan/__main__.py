@@ -178,12 +178,9 @@ def shape_of(options):
     by_hand = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     if sum(map(bool, (options.params, options.model, options.config, by_hand))) != 1:
         raise InputError("give --params, --model, --config, --landmark, or a shape by --layers and so on: one of them")
-    if options.params:
-        shape = shapes.of_size(options.params)
-    elif options.model:
-        shape = shapes.of_model(options.model)
-    elif options.config:
-        shape = shapes.of_config(options.config)
+    makers = {"params": shapes.of_size, "model": shapes.of_model, "config": shapes.of_config}
+    if named := [name for name in makers if getattr(options, name)]:
+        shape = makers[named[0]](getattr(options, named[0]))
     elif missing := [name for name in ("layers", "hidden", "heads", "vocab") if name not in by_hand]:
         raise InputError(f"a shape by hand needs {', '.join(f'--{name}' for name in missing)} too")
     else:

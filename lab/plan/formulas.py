@@ -32,8 +32,7 @@ class Way:
     @property
     def tiers(self):
         """{state: "device", "cpu" or "nvme"} of ZeRO-Infinity; None for all others."""
-        own = dict(self.own)
-        tiers = own.get("tiers")
+        tiers = dict(self.own).get("tiers")
         return dict.fromkeys(STATES, tiers) if isinstance(tiers, str) else tiers
 
 
@@ -284,9 +283,7 @@ class Rank:
     @property
     def offloaded(self):
         """Bytes that checkpoints keep on the host."""
-        if not self.job.offload_activations:
-            return 0
-        return self.shape.layers * self._layer()[0]
+        return self.job.offload_activations * self.shape.layers * self._layer()[0]
 
     # ---- sent and moved ---------------------------------------------------------------------------------------
 

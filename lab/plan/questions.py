@@ -26,7 +26,7 @@ def answered(question):
     if lowest:
         answer = f"{lowest['way']}: {show_bytes(round(lowest['device']))} of {show_bytes(results['budget_bytes'])}"
     figures = {re.sub(r"\W+", "_", row["way"]).strip("_"): figures_of(row) for row in results["rows"]}
-    figures["computes"] = _seconds(results["computing_seconds"])
+    figures["computes"] = f"{results['computing_seconds']:.3g} s"
     for name in ("parameters", "active"):
         figures[name] = f"{(results['model'][name] or results['model']['parameters']) / 1e9:.3g} B"
     why = question["why"].format(**figures)
@@ -40,11 +40,7 @@ def figures_of(row):
     seconds = {"step": row["step_seconds"], "collectives": row["seconds"]["collectives"]}
     return SimpleNamespace(
         **{name: show_bytes(round(size)) for name, size in sizes.items()},
-        **{name: _seconds(size) for name, size in seconds.items()},
+        **{name: f"{size:.3g} s" for name, size in seconds.items()},
         days=row["days"] and f"{row['days']:.0f}",
         batch=row["largest_batch"],
     )
-
-
-def _seconds(number):
-    return f"{number:.3g} s"

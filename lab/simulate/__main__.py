@@ -17,22 +17,14 @@ from pathlib import Path
 
 from rich.progress import TextColumn, TimeRemainingColumn
 
+from common import outputs
 from common.engine.mixed_precision import dtype_of
 from common.engines import ENGINES, find_engine
 from common.errors import InputError
 from common.loop import train_step
 from common.measure.memory import CLASSES, HOST
 from common.measure.tables import Table, show_bytes
-from common.outputs import (
-    add_options,
-    asked,
-    check_counts,
-    one_line_errors,
-    parser_of,
-    progress_bar,
-    publish,
-    write_text,
-)
+from common.outputs import add_options, asked, check_counts, one_line_errors, parser_of, progress_bar, publish
 from common.report import counts_of
 from common.train import OPTIONS as OF_TRAINING
 from lab.simulate.hardware import PRESETS, preset
@@ -67,7 +59,7 @@ def main(arguments=None):
         return
     row = simulate(setting, step)
     if options.trace:
-        write_text(options.trace, json.dumps(row["trace"]))
+        outputs.write_text(options.trace, json.dumps(row["trace"]))
     results = results_of(options, options.engine, setting, row)
     shown = [counts(results), worst(results)] + ([times(results)] if results["time"] else [])
     publish(options, results, shown)

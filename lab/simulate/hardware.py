@@ -41,10 +41,7 @@ class Hardware:
         return replace(self, bus=self.bus * min(1, self.buses / gpus), buses=math.inf, **parts)
 
     def attending(self, kernel=None):
-        """(kernel, forward, backward): the parts of the peak that an attention kernel reaches.
-
-        Where none was measured, they are those of matrix products. An unknown kernel is an InputError.
-        """
+        """(kernel, forward, backward): parts of the peak that attention reaches; matrices', if none was measured."""
         known = self.attention or {"unmeasured": [self.fraction, self.fraction]}
         kernel = kernel or next(iter(known))
         if kernel not in known:

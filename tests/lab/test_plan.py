@@ -10,8 +10,9 @@ import pytest
 from common import models
 from common.engines import find_engine
 from common.loop import train_step
+from lab import published
 from lab.plan import __main__ as plan
-from lab.plan import published, scaling, shapes
+from lab.plan import scaling, shapes
 from lab.plan.formulas import BLOCK, EMBEDDING, PEERS, SWITCHES, WAYS, Job, Rank
 from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.world import Setting, simulate

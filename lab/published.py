@@ -1,4 +1,4 @@
-"""`python -m lab.plan.published`: steps that others measured, and what the planner says of them.
+"""`python -m lab.published`: steps that others measured, and what the planner says of them.
 
 Sources, layouts and figures stand in published.toml. A ratio is the planner's seconds over the measured ones; tables
 that gave the fractions of hardware.toml are apart from those that were held out.
@@ -25,7 +25,7 @@ NEAR = 0.2  # of the measured time
 def main(arguments=None):
     """Parse the arguments, compute, show and write the results."""
     tell(
-        asked(parser_of("lab.plan.published", __doc__), arguments),
+        asked(parser_of("lab.published", __doc__), arguments),
         {"tables": list(map(compared, PUBLISHED["table"]))},
         table,
     )
