@@ -287,6 +287,12 @@ def test_what_is_no_config_is_refused(tmp_path, config):
         shapes.of_config(config_of(tmp_path, config))
 
 
+@pytest.mark.parametrize(("switch", "window"), [({}, 4096), ({"use_sliding_window": False}, 0)])
+def test_a_configs_window_counts_unless_it_is_switched_off(tmp_path, switch, window):
+    config = LLAMA | {"model_type": "mistral", "sliding_window": 4096} | switch
+    assert shapes.of_config(config_of(tmp_path, config)).window == window
+
+
 NOTED = {  # what is unusual and yet possible: the note
     "--model llama3-8b": "Of 83.8 GB a tenth is left to CUDA, NCCL and the allocator.",
     "--model llama3-8b --seq 100000": "made for samples of 8,192 tokens at most",
