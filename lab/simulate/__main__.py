@@ -176,7 +176,8 @@ def times(results):
         waits = time["exposed"].get(stream, 0.0)
         told = f", {waits:.3g} s exposed" if waits else ""
         rows.append([f"{stream} is busy", f"{seconds:.3g} s{told}"])
-    caption = f"{time['source']}; a matrix product takes {time['fraction']:.0%} of the peak: lab/simulate/hardware.toml"
+    reached = f"a matrix product takes {time['fraction']:.0%} of the peak, the HFU of well-tuned trainings"
+    caption = f"{time['source']}; {reached} or what was fitted to runs: lab/simulate/hardware.toml"
     return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=caption)
 
 
