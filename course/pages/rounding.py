@@ -131,10 +131,10 @@ def _first_fault(rounded):
 def leaves_a_node(formula, ranks, counted):
     """Hold `formula(numel, nodes, places)`, bytes leaving a node with all three switches, against what was counted."""
     numel = counted["numel"]
-    known = {"numel": numel, "weights": numel, "sums": numel / 2}  # in 8 and 4 bits, without the scales
+    known = {"numel": numel, "weights": numel, "sums": numel / 2}  # in 8 and 4 bits, without scales and vectors
     for nodes, places, found in ((ranks // PLACES, PLACES, PLACES * counted["out"]), (12, 8, None)):
         others = (nodes - 1) / nodes  # of the sums and shards belong to other nodes
-        truth, within = (found, 0.03) if found else (others * (places + 0.5) * numel, 0.001)
+        truth, within = (found, 0.05) if found else (others * (places + 0.5) * numel, 0.001)
         answer = formula(numel, nodes, places)
         said = judged("leaves_a_node", answer, truth, within, nodes=nodes, places=places, others=others, **known)
         print(f"{nodes} nodes of {places} ranks: {said}")

@@ -92,3 +92,31 @@ def stored(page, cell):
 
 def printed(cell):
     return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")
+
+
+# A figure in prose: with decimals, with thousands, or before a unit; in words of a question it may be any.
+FIGURE = re.compile(
+    r"(?<![\w.,^])(\d{1,3}(?:,\d{3})+|\d+\.\d+|\d+(?=\s(?:[kMGT]?B|times|ms|µs|percent|%|million|billion)\b))(?![\w,]?\d)"
+)
+NO_PROSE = re.compile(r"\]\([^)]*\)|arXiv\s+[\d.]+|sec\. [\d.]+|`[^`]*`")
+NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?|\.\d+")
+
+
+def said(notebook):
+    """The figures in a notebook's prose, and in what stands for its pictures."""
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    outputs = [out for cell in code(notebook) for out in cell.outputs if "image/png" in out.get("data", {})]
+    texts += [out.metadata["image/png"]["alt"] for out in outputs]
+    return {figure for text in texts for figure in FIGURE.findall(NO_PROSE.sub("]", text))}
+
+
+def numbers_in(text):
+    return {number.replace(",", "").replace("_", "").rstrip(".") for number in NUMBER.findall(text)}
+
+
+def told(notebook):
+    """The numbers that stand in its cells, pictures' texts aside, and in what these have printed."""
+    texts = [re.sub(r"^show\([^`]*?^\)", "", cell.source, flags=re.MULTILINE) for cell in code(notebook)]
+    for out in (out for cell in code(notebook) if cell.id != "quiz" for out in cell.outputs):
+        texts += [out.get("text", ""), *(out.get("data", {}).get(f"text/{kind}", "") for kind in ("markdown", "html"))]
+    return numbers_in("\n".join(texts))

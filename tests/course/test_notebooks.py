@@ -4,16 +4,33 @@ The tests run copies in memory, some with fewer steps; `make test-all` runs all 
 """
 
 import ast
+import json
 import re
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from commands import run
-from notebook_runs import ASKS, LABELLED, NOTEBOOKS, SHORTER, UNFIT, code, executed, printed, read
-from places import ROOT
+from notebook_runs import (
+    ASKS,
+    LABELLED,
+    NOTEBOOKS,
+    SHORTER,
+    UNFIT,
+    code,
+    executed,
+    numbers_in,
+    printed,
+    read,
+    said,
+    told,
+)
+from places import RECORDS, ROOT
 
+from common.models import build, count
 from course.execute import METADATA, digest
 from course.pages import faults
 from course.quiz import page, questions_of
@@ -156,6 +173,27 @@ def test_a_notebook_is_stored_with_what_its_cells_gave_and_its_quiz(path):
     (asked,) = [cell for cell in code(notebook) if cell.id == "quiz"]
     assert asked.source == f'quiz("{path.stem}")'
     assert asked.outputs[0].data["text/html"] == page(questions_of(path.stem)), "run `make notebooks`"
+
+
+WORKED_OUT = tomllib.loads(Path(__file__).with_name("notebook_numbers.toml").read_text(encoding="utf-8"))
+KNOWN = {
+    "parameters": lambda model: count(build(model)),
+    "record": lambda name: json.loads((RECORDS / f"{name}.json").read_text()),
+}
+
+
+@EACH
+def test_a_figure_in_the_prose_is_in_a_cell_or_worked_out_from_what_is(path):
+    notebook = read(path)
+    there, worked_out = told(notebook), WORKED_OUT.get(path.stem, {})
+    assert {figure for figure in said(notebook) if not numbers_in(figure) <= there} == worked_out.keys()
+    for figure, how in worked_out.items():
+        if how.startswith("given: "):
+            continue
+        assert {number for number in numbers_in(how) if len(number) > 3} <= there, figure
+        places = len(figure.partition(".")[2])
+        rounded = round(eval(how, KNOWN), places or -len(re.sub(r".*[1-9]|,", "", figure)))
+        assert f"{rounded:,.{places}f}" == figure
 
 
 @EACH
