@@ -20,9 +20,8 @@ def explorer(recorded, about):
     """The page, of {engine: what `recording.record_all` has of it}, and of how that was recorded, in one line."""
     sources = {name: Source(name) for name in recorded}
     steps = {name: step(sources[name], one) for name, one in recorded.items()}
-    steps["most"] = {
-        key: max(event.bytes[key] for one in recorded.values() for event in one["events"]) for key in ("sent", "held")
-    }
+    events = [event for one in recorded.values() for event in one["events"]]
+    steps["most"] = {key: max(event.bytes[key] for event in events) for key in ("sent", "held")}
     style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "explorer.css").read_text()
     scripts = "\n".join((HERE / name).read_text() for name in ("formulas.js", "explorer.js"))
     look = {"title": TITLE, "about": about, "style": style, "script": scripts}

@@ -28,19 +28,17 @@ def grid(axes, table, title, right, wrong):
 def live_through_steps(panels, engines, ends):
     """Live bytes after each change, {title: [of each rank]}: a panel for each, which should share their y axis.
 
-    Dotted lines end the steps, {title: the changes after which a step ended, on rank 0}; dots have its kB then.
+    Dotted lines end the steps, {title: the changes after which a step ended, on rank 0}; arrows tell its kB then.
     """
     for axes, (title, ranks) in zip(panels, engines.items(), strict=True):
         for rank, live in enumerate(ranks):
             style = {"color": PALETTE[(0, 4, 2)[rank % 3]], "linestyle": RANK_STYLES[rank % 4]}
             axes.plot([count / 1e3 for count in live], label=f"rank {rank}", linewidth=1.4, **style)
-        for end in ends[title]:
-            floor = ranks[0][end] / 1e3
+        for end, floor in ((end, ranks[0][end] / 1e3) for end in ends[title]):
             axes.axvline(end, color="grey", linewidth=0.8, linestyle=":")
-            axes.plot(end, floor, "o", color=PALETTE[0])
-            axes.annotate(f"{floor:.0f}", (end, floor), (0, -14), textcoords="offset points", ha="center")
-        axes.set(xlabel="changes of what is live", ylim=0, title=title)
-    panels[0].set_ylabel("live kB of a rank")
+            axes.annotate(f"{floor:.0f}", (end, floor), (end, 20), ha="center", arrowprops={"arrowstyle": "->"})
+        axes.set(xlabel="changes of what is live", title=title)
+    panels[0].set(ylim=0, ylabel="live kB of a rank")
     panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 

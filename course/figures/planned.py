@@ -107,10 +107,9 @@ def token_weights(axes, tokens):
     bars = axes.bar(range(len(tokens)), weights, 0.5, color=PALETTE[0])
     axes.bar_label(bars, [f"{weight:.3g}" for weight in weights], padding=2)
     axes.axhline(1, color=PALETTE[4], linestyle="--")
-    axes.set_xlim(-0.5, len(tokens) - 0.4)
     axes.text(len(tokens) - 0.4, 1.1, "mean over tokens: each counts 1", color=PALETTE[4], ha="right", va="bottom")
     axes.set_xticks(range(len(tokens)), [f"rank {rank}\n{number} tokens" for rank, number in enumerate(tokens)])
-    axes.set_ylabel("weight of one token\nin a mean of means")
+    axes.set(xlim=(-0.5, len(tokens) - 0.4), ylabel="weight of one token\nin a mean of means")
 
 
 def _log(axes, places):

@@ -96,8 +96,7 @@ def efficiency_by_bandwidth(axes, formula, intensities, known):
     for name, bandwidth in known.items():
         axes.axvline(bandwidth / 1e9, color="black", linewidth=0.8)
         axes.text(bandwidth / 1e9, 102, name, rotation=30, fontsize=9)
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlim=(0.1, 1e4), ylim=(0, 100), xlabel="GB/s", ylabel="% of the time that computes")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlim=(0.1, 1e4), ylim=(0, 100), xlabel="GB/s", ylabel="% of the time that computes")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

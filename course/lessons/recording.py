@@ -17,7 +17,7 @@ from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
 from course.lessons.held import live, on_host
 
-RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine uses
+RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which two engines use
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, but with several buckets and units
 WARM_UP = 2  # earlier steps: the optimizer then has its states, and stage 3 knows the order of its units
 
