@@ -52,7 +52,7 @@ show = _show_labelled
 SHORTER = {
     "00_start_here": [("RANKS = 4 ", "RANKS = 2 "), ("--steps 12 ", "--steps 5 ")],
     "05_throughput": [("ROUNDS = 8 ", "ROUNDS = 3 "), ("STEPS = 40", "STEPS = 8"), ("settings, 7)", "settings, 4)")],
-    "06_memory": [("steps=5)", "steps=2)")],
+    "06_memory": [("steps=9)", "steps=2)")],
     "08_offload": [("STEPS, RATES = 40, ", "STEPS, RATES = 10, ")],
     "11_precision": [("STEPS = 160", "STEPS = 24"), ("in (0, 6, 12, 18, 24):", "in (0, 18):")],
 }
