@@ -123,12 +123,7 @@ def check(path):
     Raises:
         InputError: the file is missing, or is no sheet.
     """
-    try:
-        found = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give a sheet, or write one with --seed 7") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path} cannot be read as a sheet: {error}") from error
+    found = answers_in(path)
     if type(found.get("seed")) is not int:
         raise InputError(f"{path} has no seed, so nobody knows its numbers; write a sheet with --seed 7")
     verdicts = {}
@@ -137,6 +132,16 @@ def check(path):
         answers = answers if isinstance(answers, dict) else {}
         verdicts |= {f"{group}.{one.name}": verdict(answers.get(one.name), one) for one in questions}
     return verdicts
+
+
+def answers_in(path):
+    """A sheet's tables. Raises InputError if the file is missing, or is no sheet."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a sheet") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read as a sheet: {error}") from error
 
 
 def verdict(answer, question):

@@ -105,7 +105,8 @@ def write_exercises(tree):
         file.write_text(written(exercise))
         (package / "engine.py").symlink_to(os.path.relpath(file, package))
         (package / "minimal.py").write_text(page_to_write(exercise.package, number))
-    shutil.copy(DRILLS.path, tree / DRILLS.path.relative_to(ROOT))
+    for file in (DRILLS.path, DRILLS.path.with_name("measure.toml")):
+        shutil.copy(file, tree / file.relative_to(ROOT))
 
 
 def drop_dead_links(tree):

@@ -180,7 +180,7 @@ def test_a_typical_mistake_gets_its_hint_and_the_others_are_checked(group, name,
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "sheet.toml: No such file or directory; give a sheet, or write one with --seed 7"),
+        (None, "sheet.toml: No such file or directory; give a sheet"),
         ("[", "cannot be read as a sheet"),
         ("sent = 1", "has no seed"),
     ],
