@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 
 import pytest
 from places import ROOT
@@ -65,6 +66,18 @@ def test_no_import_runs_up(file):
 
 def test_no_imports_run_in_a_circle():
     graphlib.TopologicalSorter({file: set(imported(file)) for file in FILES}).prepare()
+
+
+def test_the_courses_extra_is_for_the_courses_pages_alone():
+    """What grades, in a student's tree or on Gradescope, runs without it."""
+    pages = {file for file in FILES if re.search(r"^(from|import) (jinja2|pygments)\b", file.read_text(), re.MULTILINE)}
+    assert pages and {place(file)[0] for file in pages} == {"course"}
+    found, ahead = set(), [ROOT / f"course/{name}.py" for name in ("grade", "measure", "paper", "release/gradescope")]
+    while ahead:
+        if (file := ahead.pop()) not in found:
+            found.add(file)
+            ahead += imported(file)
+    assert not found & pages
 
 
 @pytest.mark.parametrize("file", FILES, ids=label)
