@@ -7,22 +7,56 @@
         param_groups=[{"params": matrices, "whole": True}, {"params": rest}],
     )
 
-Muon steps a matrix by its momentum, made nearly orthogonal. That needs the whole matrix, and its shape. So engines deal
-the parameters of a `whole` group to ranks whole, and a flat shard knows where each of them lies.
+Muon steps a matrix by its momentum, made nearly orthogonal. That needs the whole matrix, and its shape. All else of a
+step looks at single elements, and is done where they are kept. So an optimizer asks `Whole` for what it needs whole:
+some engines keep the parameters of a `whole` group whole, and others bring them together in the step.
 
 Source: Jordan et al., Muon, 2024, as torch.optim.Muon has it; Moonlight, arXiv 2502.16982.
 """
 
+import copy
+
 import torch
 from torch import nn
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch has no public way to one matrix alone
+
+from common.tensors import within
+
+
+class Whole:
+    """The parameters of a whole group in a flat tensor, each of them whole; `common.engine.matrices` has others.
+
+    Args:
+        parts: [(slice of the flat tensor, shape)].
+    """
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def of(self, segment):
+        """Those in a slice of the flat tensor, which is then the flat tensor."""
+        own = copy.copy(self)
+        own.parts = [(within(p, segment), shape) for p, shape in self.parts if segment.start <= p.start < segment.stop]
+        return own
+
+    def each(self, weights, update, function, finish):
+        """Call `finish(weights, function(update), shape)` for each parameter: now or, if shards cut it, after the step.
+
+        Args:
+            weights, update: flat tensors, whose parts belong to the parameters.
+            function: gets a whole update, a copy in the parameter's shape; returns one of its shape and dtype.
+            finish: steps the weights, whole or a piece, by as much of what the function returned.
+        """
+        for part, shape in self.parts:
+            finish(weights[part].view(shape), function(update[part].view(shape).clone()), shape)
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """torch.optim.Muon on matrices in groups that are `whole`, torch.optim.AdamW on other groups.
 
     Args:
-        params: parameters, or groups. Those of a whole group are flat tensors with `whole`, [(slice, shape)] of their
-            matrices, as engines make them; or else matrices.
+        params: parameters, or groups. Those of a whole group are flat tensors with `whole`, a `Whole`, as engines make
+            them; or else matrices.
         muon, adamw: options of the two, such as {"lr": 0.02}; a group's own come first.
 
     Raises:
@@ -47,23 +81,29 @@ class MuonAdamW(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             if group["whole"]:
-                states = {matrix: {"momentum_buffer": momentum} for matrix, momentum in self._matrices(group)}
-                self._muon.param_groups, self._muon.state = [{**group, "params": list(states)}], states
-                self._muon.step()
+                for flat in group["params"]:
+                    if flat.grad is not None:
+                        self._step_matrices(group, flat)
             else:
                 self._adamw.param_groups, self._adamw.state = [group], self.state
                 self._adamw.step()
         return loss
 
-    def _matrices(self, group):
-        """Yield a group's matrices, views with views of their gradients; and of their momentum."""
-        for flat in group["params"]:
-            if flat.grad is not None:
-                momentum = self.state[flat].setdefault("momentum_buffer", torch.zeros_like(flat))
-                for part, shape in getattr(flat, "whole", [(slice(None), flat.shape)]):
-                    matrix = nn.Parameter(flat[part].view(shape))
-                    matrix.grad = flat.grad[part].view(shape)
-                    yield matrix, momentum[part].view(shape)
+    def _step_matrices(self, group, flat):
+        """Step the momentum here, and the matrices as torch.optim.Muon does, where each of them is whole."""
+        rate, momentum = group["lr"], self.state[flat].setdefault("momentum_buffer", torch.zeros_like(flat.grad))
+        momentum.lerp_(flat.grad, 1 - group["momentum"])
+        update = flat.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+        def orthogonal(update):
+            return _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        def finish(weights, update, shape):
+            weights.mul_(1 - rate * group["weight_decay"])
+            weights.add_(update, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], shape))
+
+        whole = getattr(flat, "whole", Whole([(slice(None), flat.shape)]))
+        whole.each(flat, update.bfloat16(), orthogonal, finish)  # in bf16 it is made orthogonal, and so it is sent
 
 
 def split(model):

@@ -10,6 +10,7 @@ from torch import nn
 
 from common.errors import InputError
 from common.measure.memory import storage_bytes
+from common.optim import Whole
 from common.tensors import FakeTensor, host_value, tensors_of_state
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
@@ -260,7 +261,7 @@ def check_whole(optimizer, groups, named, device, is_part=False):
             if not _alike(stepped, expected):
                 raise InputError(
                     f"{type(one).__name__} steps two parameters in one flat tensor differently from each alone; step "
-                    "what is in its `whole`, [(slice, shape)], as common.optim.MuonAdamW does"
+                    "each of its `whole` by itself, as common.optim.MuonAdamW does"
                 )
             beside = [_beside(flat, states) for made in (one, two) for flat, states in made.state.items()]
             if len(set(map(str, beside))) > 1 or any(isinstance(value, list) for of in beside for value in of.values()):
@@ -309,7 +310,7 @@ def _probed(optimizer, values, gradients, *shapes, together=False, apart=False, 
     sizes, found, counts = [math.prod(shape) for shape in shapes], [], False
     parts = [nn.Parameter(part.clone().view(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
     for part in parts if whole else ():
-        part.whole = [(slice(at, at + 32), whole["params"]) for at in range(0, len(part), 32)]
+        part.whole = Whole([(slice(at, at + 32), whole["params"]) for at in range(0, len(part), 32)])
     held = [[part] for part in parts] if apart else [parts]
     probes = [(optimizer([{**whole, "params": some}] if whole else some), some) for some in held]
     for gradient in gradients:
@@ -338,7 +339,7 @@ def states_by(engine, options):
     """The names of the states that an engine's optimizer has after a step with a group's options, in order."""
     device = next(weights.device for group in engine.optimizer.param_groups for weights in group["params"])
     weights = nn.Parameter(torch.zeros(32, device=device))
-    weights.grad, weights.whole = torch.ones_like(weights), [(slice(0, 32), (8, 4))]
+    weights.grad, weights.whole = torch.ones_like(weights), Whole([(slice(0, 32), (8, 4))])
     probe = engine.make_optimizer([weights])
     probe.param_groups[0] |= copy.deepcopy(options)
     probe.step()

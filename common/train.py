@@ -190,7 +190,7 @@ def train(world, name, options, progress=None):
     weights = engine.full_state_dict()
     row |= {"param_sha256": sha256(weights), "parameters": models.count(module)}
     if options.optimizer == "muon":
-        whole = [bucket for bucket in engine.buckets if bucket.kind.undivided]
+        whole = [bucket for bucket in engine.buckets if bucket.kind.whole]
         elements = sum(slot.numel for bucket in whole for slot in bucket.slots.values())
         row["padding"] = sum(bucket.padded_numel for bucket in whole) / elements
     if run.recording is not None:

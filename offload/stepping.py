@@ -20,7 +20,7 @@ class SteppedBucket(Bucket):
 
     def allocate(self, engine, whole):
         """Allocate whole parameters on the device, and shards in their tiers; see `Bucket.allocate`."""
-        if self.kind.undivided and 0 < engine.ratio < 1:
+        if self.kind.whole and 0 < engine.ratio < 1:
             raise InputError(f'"whole": ratio={engine.ratio} would cut parameters; give 0 or 1')
         self.parameters = whole.to(self.kind.dtype)
         if self.kind.trainable:

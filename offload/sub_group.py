@@ -37,11 +37,6 @@ class TieredBucket(Bucket):
 
     is_placed = True
 
-    def __init__(self, named_parameters, kind, world_size):
-        if kind.undivided:
-            raise InputError('"whole": sub-groups cut parameters; use stages 0 to 3 or offload, or AdamW')
-        super().__init__(named_parameters, kind, world_size)
-
     def allocate(self, engine, whole):
         """Make places for what the rank keeps by the ownership table, in the tiers of the placement table."""
         shard, dtype, placed = engine.owned(self).parameters, self.kind.dtype, engine.placed(self)
@@ -257,15 +252,19 @@ class SubGroup(OptimizerShard):
 
     def bring(self, optimizer, bus):
         """Bring what its step needs to the tier that steps it."""
-        self._shown = self._places(optimizer)
-        for name, place in self._shown.items():
-            self._show(optimizer, name, _ready(*place.lend(self.own)))
+        self.bring_weights(bus, optimizer)
         self.lend_mean()
         if self.gradient_tier.on_host != self.tier.on_host:
             mean = self.tier.empty_like(self.mean)
             self._carry(bus, self.mean, mean, self.tier)
             self.give_back_mean()
             self._lent_mean = mean
+
+    def bring_weights(self, bus, optimizer=None):
+        """Bring its master weights, and its states if an optimizer is given, to the tier that steps it."""
+        self._shown = self._places(optimizer)
+        for name, place in self._shown.items():
+            self._show(optimizer, name, _ready(*place.lend(self.own)))
         parameters_at = self.bucket.parameters_at
         if self.is_apart and parameters_at.tier.on_host == self.tier.on_host:
             self.stepped, _ = parameters_at.lend(self.own, fresh=True)
@@ -275,6 +274,11 @@ class SubGroup(OptimizerShard):
     def swap_out(self, optimizer, bus):
         """Begin to write the results of its step back to their places."""
         self.give_back_mean()
+        self.put_back(bus, optimizer)
+        self.adopt(optimizer.state[self.master])
+
+    def put_back(self, bus, optimizer=None):
+        """Begin to write back what `bring_weights` has brought, and the parameters."""
         parameters_at = self.bucket.parameters_at
         if self.is_apart:
             if parameters_at.tier.on_host != self.tier.on_host:
@@ -289,13 +293,12 @@ class SubGroup(OptimizerShard):
                     lent.copy_(state)
             place.put_back(self.own)
             self._show(optimizer, name, self.stand_in(place.dtype))
-        self.adopt(optimizer.state[self.master])
 
     def _places(self, optimizer):
-        """The places on disk of its master weights, under the key None, and of its states there."""
+        """The places on disk of its master weights, under the key None, and of an optimizer's states there."""
         if not self._on_disk:
             return {}
-        states = optimizer.state.get(self.master, {})
+        states = {} if optimizer is None else optimizer.state.get(self.master, {})
         there = {name: self.bucket.states_at[name] for name, value in states.items() if _is_nothing(value)}
         return {None: self.bucket.masters_at, **there}
 

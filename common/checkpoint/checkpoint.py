@@ -238,7 +238,7 @@ def _index(engine, tensors, states):
                 "shape": list(slot.shape),
                 "dtype": str(_dtype(bucket)).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
-                "whole": bucket.kind.undivided,
+                "whole": bucket.kind.whole,
                 "cut": engine.axes.cut_of(slot.name),
                 "states": elementwise,
                 "scalars": encode(scalars, tensors, "the optimizer's state"),

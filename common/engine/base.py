@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from common.calls import TrainingState, entered
 from common.checkpoint.files import Files
 from common.checkpoint.snapshots import continue_from, restore, snapshot
-from common.engine import building, validation
+from common.engine import building, matrices, validation
 from common.engine.accounting import Accounting
 from common.engine.backward import Backward
 from common.engine.bucket import Bucket
@@ -57,8 +57,8 @@ class EngineBase(Backward, Files, NoModule):
             or in the factory. Settings that change belong in `param_groups`. None for a model without trainable
             parameters, such as a teacher.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group. A group with
-            `"whole": True` is dealt to ranks in whole parameters, so its optimizer may look at shapes: each flat tensor
-            that it steps has `whole`, the [(slice, shape)] of the parameters in it; see `common.optim.MuonAdamW`.
+            `"whole": True` has an optimizer that may look at whole parameters: each flat tensor that it steps has
+            `whole`, whose `each` it calls; see `common.engine.matrices` and `common.optim.MuonAdamW`.
         precision: "fp32", "bf16" or "fp16": the dtype that parameters built in fp32 are kept and used in, and that
             floating inputs are cast to. Parameters built in bf16 or fp16 keep theirs; frozen parameters and
             buffers may have any dtype. 16-bit parameters are stepped by fp32 master weights.
@@ -141,6 +141,7 @@ class EngineBase(Backward, Files, NoModule):
         for bucket in self.buckets + self.frozen:
             bucket.note_storages()
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
+        self.exchanges = matrices.exchanges(self.shard_comm, self.buckets)
         self.begin_backward()  # gradients may arrive in another engine's backward first
         self.parts = Parts(model)  # its modules and parameters, to see what a user adds or removes
         self.buffers = Buffers(self.parts, self.comm, broadcast_buffers)
@@ -206,7 +207,11 @@ class EngineBase(Backward, Files, NoModule):
         return result
 
     def end_update(self) -> None:
-        """Once all shards are stepped, have ranks compare options that the optimizer has changed, such as a count."""
+        """Once all shards are stepped, finish those whose matrices are cut, and have ranks compare options.
+
+        The optimizer may have changed some, such as a count.
+        """
+        matrices.finish(self.exchanges, OptimizerShard.land)
         shards = sum(len(bucket.optimizer_shards) for bucket in self.buckets)
         self.options.end(shards, [self.comm, *self.axes.by_name.values()])
 

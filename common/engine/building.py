@@ -8,6 +8,7 @@ from torch import nn
 from common.engine import layout, ties
 from common.engine.hooks import Hook
 from common.errors import InputError
+from common.optim import Whole
 from common.tensors import checksum
 
 
@@ -109,9 +110,8 @@ def allocate(engine, bucket):
             engine.hooks.append(parameter.register_post_accumulate_grad_hook(report))
     bucket.filling = engine.filling
     bucket.allocate(engine, whole)
-    bucket.check_padding()
     for shard in bucket.optimizer_shards:
-        shard.master.whole = bucket.undivided_in(shard.part)
+        shard.master.whole = Whole(bucket.whole_in(shard.part))
     (engine.buckets if bucket.kind.trainable else engine.frozen).append(bucket)
 
 

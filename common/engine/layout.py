@@ -6,8 +6,8 @@ Index arithmetic alone: nothing here holds a parameter's values or communicates.
     run      | a a a a a a a a a | b b | gap | c c c c c c | padding |
     shards   |    rank 0   |    rank 1   |    rank 2   |    rank 3   |      shard_numel elements each
 
-A gap is padding too: it lets the next parameter begin at an aligned address. Parameters of a group with `"whole": True`
-are dealt to ranks whole, so that their optimizer may look at a matrix; shards are as long as the longest:
+A gap is padding too: it lets the next parameter begin at an aligned address. Stages 0 to 2 deal parameters of a group
+with `"whole": True` to ranks whole, so that their optimizer may look at a matrix; shards are as long as the longest:
 
     run      | a a a a a a a a a | b b b b | padding | c c c | gap | d d |
     shards   |      rank 0       |      rank 1       |      rank 2       |
@@ -29,8 +29,7 @@ ALIGNMENT = 32
 # a multiple of a cache line, as a tensor of its own does. That costs at most 60 bytes each in fp32, and none if sizes
 # are multiples of 16 elements in fp32, of 32 in 16-bit.
 SLOT_BYTES = 64
-# Buckets of undivided parameters grow until their shards are nearly equal; a run padded beyond MOST_PADDING is refused.
-PADDING, MOST_PADDING = 1.1, 1.5
+PADDING = 1.1  # buckets of dealt parameters grow until their shards are nearly equal
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Kind:
     group: int  # index of their parameter group
     trainable: bool
     tensor_cut: bool = False  # whether each tensor-parallel rank holds another piece of them
-    undivided: bool = False  # a `"whole"` group's: each lies in one shard
+    whole: bool = False  # a `"whole"` group's: its optimizer looks at each
+    dealt: bool = False  # each lies in one shard, as stages 0 to 2 deal those of whole groups
     block: int = 1  # elements that share a scale where ZeRO++ quantizes; slots and shards begin with a block
 
     @property
@@ -84,8 +84,8 @@ class FlatRange:
 
     def __init__(self, named_parameters, kind, world_size):
         self.kind, self.name = kind, ""
-        # Undivided parameters are dealt to N shards; all others stay in a row, which is then cut into N.
-        shards = deal(named_parameters, kind, world_size if kind.undivided else 1)
+        # Some are dealt to N shards; all others stay in a row, which is then cut into N.
+        shards = deal(named_parameters, kind, world_size if kind.dealt else 1)
         cut_by = world_size // len(shards)
         longest = max([1, *(slot.end for shard in shards for slot in shard)])
         self.shard_numel = round_up(longest, cut_by * kind.shard_alignment) // cut_by
@@ -138,9 +138,9 @@ class FlatRange:
         stops = [*(at for at, _ in begins[1:]), length(part)]
         return [(slice(at, stop), name) for (at, name), stop in zip(begins or [(0, None)], stops, strict=True)]
 
-    def undivided_in(self, part):
-        """Undivided parameters in elements `part` of the run, which must cut none: [(their slice of `part`, shape)]."""
-        return [(here, self.slots[name].shape) for name, _, here in self.overlaps(part) if self.kind.undivided]
+    def whole_in(self, part):
+        """Parameters of a whole group, or pieces of them, in elements `part` of the run: [(slice of `part`, shape)]."""
+        return [(here, self.slots[name].shape) for name, _, here in self.overlaps(part) if self.kind.whole]
 
     @property
     def padding_ratio(self):
@@ -148,14 +148,6 @@ class FlatRange:
         cut = sum(round_up(slot.numel, self.kind.slot_alignment) for slot in self.slots.values())
         ranks = self.padded_numel // self.shard_numel
         return self.padded_numel / round_up(max(cut, 1), ranks * self.kind.shard_alignment)
-
-    def check_padding(self):
-        """Refuse whole parameters that N equal shards hold badly."""
-        if self.kind.undivided and self.padding_ratio > MOST_PADDING:
-            raise InputError(
-                f'"whole": {self.name} would be {self.padding_ratio:.2f} times as long as if shards cut its '
-                "parameters; use fewer ranks (stages 0 to 2 deal the parameters of all layers together)"
-            )
 
     def fill(self, target, part, values):
         """Write parameters, `values` {name: flat tensor}, into `target`, which holds elements `part` of the run."""
@@ -192,7 +184,7 @@ def kinds(named_parameters, param_groups, dtype_of, block_of=lambda name, parame
         cut, whole = getattr(parameter, "cut_on_tensor_axis", False), trainable and group in whole_groups
         if cut and whole:
             raise InputError(f'"whole": a tensor rank has but a piece of {name!r}; list it in another group')
-        kind = Kind(dtype_of(name, parameter), group, trainable, cut, whole, block_of(name, parameter))
+        kind = Kind(dtype_of(name, parameter), group, trainable, cut, whole, block=block_of(name, parameter))
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 
@@ -202,7 +194,7 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter lies in one
     bucket: one larger than a bucket has a bucket of its own. Runs are ordered as they fill. 16-bit parameters count as
-    fp32, in which they are stepped. Buckets of undivided parameters grow until they are `even`.
+    fp32, in which they are stepped. Parameters of whole groups are dealt, and their buckets grow until they are `even`.
     """
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}
@@ -211,9 +203,10 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
     def even(kind, members):
         sizes = [parameter.numel() for _, parameter in members]
         may_be = max(sizes) * world_size <= PADDING * sum(sizes)  # else the largest alone makes it uneven
-        return not kind.undivided or (may_be and FlatRange(members, kind, world_size).padding_ratio <= PADDING)
+        return not kind.dealt or (may_be and FlatRange(members, kind, world_size).padding_ratio <= PADDING)
 
-    for kind, members in kinds(last_registered_first, param_groups, dtype_of).items():
+    of_kinds = kinds(last_registered_first, param_groups, dtype_of).items()
+    for kind, members in ((replace(kind, dealt=kind.whole), members) for kind, members in of_kinds):
         size, first = None, len(packed)
         for name, parameter in members:
             nbytes = parameter.numel() * max(kind.dtype.itemsize, 4)

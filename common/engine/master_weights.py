@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from common.engine.accumulation import MeanGradient
-from common.tensors import within
 
 
 @dataclass
@@ -67,7 +66,7 @@ class OptimizerShard(MeanGradient):
             flat, own = optimizer.state[weights], nn.Parameter(weights.detach()[segment.part])
             views = {name: flat[name][segment.part] for name in segment.elementwise}
             own.grad, optimizer.state[own] = weights.grad[segment.part], {**views, **segment.others}
-            own.whole = [(within(at, segment.part), shape) for at, shape in weights.whole if at in segment]
+            own.whole = weights.whole.of(segment.part)
             try:
                 step(own)
             finally:
@@ -77,6 +76,12 @@ class OptimizerShard(MeanGradient):
             for name in segment.elementwise:
                 if made[name] is not views.get(name):  # a first step makes states, and some optimizers replace them
                     flat[name][segment.part] = made[name]
+
+    def land(self, exchange):
+        """Finish a step by what came back from the owners of matrices of which it has pieces."""
+        exchange.land(self.master)
+        if self.is_apart:
+            self.stepped.copy_(self.master.detach())
 
     def states(self, optimizer):
         """The optimizer's states of it that are tensors."""

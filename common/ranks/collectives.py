@@ -185,6 +185,21 @@ class Collectives:
 
         return self._submit("all_to_all", tensor, label, work, tensor, received)
 
+    def exchange(self, parts, received, label=""):
+        """Send tensor k of `parts` to rank k, and receive tensor k of `received` from it: of any lengths, one dtype."""
+        sent = {rank: part.nbytes for rank, part in enumerate(parts) if rank != self.rank}
+        here = self.rank // self.ranks_per_node
+        left = sum(nbytes for rank, nbytes in sent.items() if rank // self.ranks_per_node != here)
+        self.traffic.record("exchange" + self.where, sum(sent.values()), left)
+
+        def work():
+            if self.point_to_point:
+                self._exchange(parts, received)
+            else:
+                dist.all_to_all(received, parts, group=self.group)
+
+        return self._submit("exchange", parts[0][:0], label, work, *parts, *received)  # ranks send different numbers
+
     def broadcast(self, tensor, label=""):
         """Give every rank the `tensor` of rank 0. Sends `broadcast_copies` of it."""
         self._count("broadcast", self.broadcast_copies * tensor.nbytes)
@@ -345,9 +360,10 @@ class Collectives:
             ALL_GATHER(tensor, shard, group=self.group)
 
     def _exchange(self, sent, arrived):
-        """Send every rank its row of `sent` [N, n]; row k of `arrived` comes from rank k."""
+        """Send every rank its row of `sent` [N, n]; row k of `arrived` comes from rank k. Empty ones are not sent."""
         _put(sent[self.rank], arrived[self.rank])
-        self._transfer({peer: arrived[peer] for peer in self._others()}, {peer: sent[peer] for peer in self._others()})
+        ways = ({peer: rows[peer] for peer in self._others() if rows[peer].numel()} for rows in (arrived, sent))
+        self._transfer(*ways)
 
     def _others(self):
         """The other ranks, starting after this one, so that not all send to rank 0 first."""

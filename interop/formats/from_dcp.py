@@ -35,7 +35,7 @@ def read(engine, folder):
         raise InputError(f"its model has no name of its own; {cure}")
     names = names_in(source, state)
     at = _optimizer_of(source)
-    whole = {name for bucket in engine.buckets if bucket.kind.undivided for name in bucket.slots}
+    whole = {name for bucket in engine.buckets if bucket.kind.whole for name in bucket.slots}
     states, scalars = _states(source, at, named, whole)
     groups, group_of = _groups(source, at, engine.optimizer, named)
 

@@ -1,5 +1,7 @@
 """Where elements live: each in exactly one place, whatever the shapes, kinds, bucket size and world size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,19 +154,12 @@ def test_a_whole_parameter_lies_in_one_shard_and_buckets_grow_until_shards_are_e
     found = {}
     for run in runs:
         for rank in range(world_size):
-            for here, shape in run.undivided_in(run.shard(rank)):
+            for here, shape in run.whole_in(run.shard(rank)):
                 slot = next(s for s in run.slots.values() if s.offset == run.shard(rank).start + here.start)
                 assert (slot.shape, here.stop - here.start) == (shape, slot.numel)
                 found[slot.name] = rank
         assert len(runs) == 1 or run.padding_ratio <= PADDING
     assert found.keys() == dict(named).keys()
-
-
-def test_small_matrices_are_not_refused_for_the_alignment_that_all_runs_have():
-    named, groups, dtype_of = whole([(2, 2), (4, 1)])
-    for ranks in (1, 2):
-        (run,) = buckets(named, groups, dtype_of, 1000, ranks)
-        run.check_padding()
 
 
 def test_a_piece_is_refused_in_a_whole_group_unless_it_is_frozen():
@@ -175,7 +170,7 @@ def test_a_piece_is_refused_in_a_whole_group_unless_it_is_frozen():
     with pytest.raises(InputError, match="a tensor rank has but a piece of 'p0'"):
         kinds(named, groups, dtype_of)
     named[0][1].requires_grad_(False)
-    assert [kind.undivided for kind in kinds(named, [{"params": [], "whole": True}], dtype_of)] == [False]
+    assert [kind.whole for kind in kinds(named, [{"params": [], "whole": True}], dtype_of)] == [False]
 
 
 BLOCK = [(3, 1), (1, 1), (4, 1), (1, 4)]  # of a GPT, in widths
@@ -185,9 +180,11 @@ BLOCK = [(3, 1), (1, 1), (4, 1), (1, 4)]  # of a GPT, in widths
     ("ranks", "alone", "together"), [(2, 1.17, 1), (3, 1, 1), (4, 1.33, 1), (8, 2.67, 1), (64, 21.33, 1.33)]
 )
 def test_one_block_dealt_by_itself_pads_its_shards_and_a_whole_model_does_not(ranks, alone, together):
-    """24 blocks; stages 0 to 2 deal them together, stage 3 each by itself."""
+    """24 blocks; stages 0 to 2 deal them together, and stage 3, which cuts them, pads neither."""
     named, groups, dtype_of = whole(BLOCK * 24, width=64)
-    (kind, members), *_ = kinds(named, groups, dtype_of).items()
+    (cut, members), *_ = kinds(named, groups, dtype_of).items()
+    kind = replace(cut, dealt=True)
+    assert FlatRange(members[:4], cut, ranks).padding_ratio == 1
     assert FlatRange(members[:4], kind, ranks).padding_ratio == pytest.approx(alone, abs=0.005)
     assert FlatRange(members, kind, ranks).padding_ratio == pytest.approx(together, abs=0.005)
 

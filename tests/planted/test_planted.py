@@ -23,7 +23,7 @@ LISTS = [
     read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
     read("zeropp", (), vars(zeropp_probes) | vars(hybrid_probes), size=4),
     read("parallel", ("stage1_os",), vars(parallel_probes), size=4),
-    read("muon", ("stage1_os",), vars(muon_probes)),
+    read("muon", ("stage1_os",), vars(muon_probes), size=4),
 ]
 MUTANTS = [mutant for mutants in LISTS for mutant in mutants]
 CASES = [(mutant, engine) for mutant in MUTANTS for engine in mutant.engines]

@@ -1,0 +1,137 @@
+"""Matrices that their optimizer sees whole: where a shard holds them whole, and where shards cut them.
+
+Stages 0 to 2 deal them to shards whole, see `layout`. Engines that shard parameters cut them evenly, as all else: there
+a step brings each matrix together on one rank, its owner. Over N ranks and M elements of matrices:
+
+    1. each       the optimizer steps the momentum of its pieces, and hands out what is to be made orthogonal
+    2. send       pieces go to the owners of their matrices                           about (N-1)/N M/N elements sent
+    3. answer     an owner puts its matrices together and calls the optimizer's
+                  function, which no other rank does; pieces of the results go back   about (N-1)/N M/N
+    4. land       every rank steps its pieces by those that came back
+
+Owners are dealt over the whole model, so that equal matrices in units of their own have different ones. A unit's pieces
+travel while matrices of the unit before it are made orthogonal.
+"""
+
+import torch
+
+from common.engine.layout import deal
+from common.optim import Whole
+from common.tensors import length
+
+
+class Pieces(Whole):
+    """Pieces of parameters in a flat tensor: what the optimizer hands out goes to the bucket's `Exchange`."""
+
+    def __init__(self, parts, exchange):
+        super().__init__(parts)
+        self.exchange = exchange
+
+    def each(self, weights, update, function, finish):
+        self.exchange.take([update[:0], *(update[part] for part, _ in self.parts)], function, finish)
+
+
+class Exchange:
+    """Brings a bucket's matrices together on their owners, and what comes of them back.
+
+    Args:
+        comm: the Collectives of the ranks that have one copy of everything, cut evenly.
+        owner_of: {(bucket, name): rank}.
+    """
+
+    def __init__(self, comm, bucket, owner_of):
+        self._comm, self._name, self._itemsize = comm, bucket.name, 0  # of an element, once a step has sent any
+        self._shapes = {name: slot.shape for name, slot in bucket.slots.items()}
+        ranks, kept = range(comm.size), bucket.padded_numel // comm.size
+        self._lengths = {name: [0] * comm.size for name in bucket.slots}  # of its pieces, by rank
+        for rank in ranks:
+            for name, there, _ in bucket.overlaps(slice(rank * kept, (rank + 1) * kept)):
+                self._lengths[name][rank] = length(there)
+        self._owned = [[name for name in bucket.slots if owner_of[bucket, name] == rank] for rank in ranks]
+        self._own = self._owned[comm.rank]
+        # For each rank the lengths of this rank's pieces of its matrices, and of its pieces of this rank's matrices.
+        self._mine = [[self._lengths[name][comm.rank] for name in names] for names in self._owned]
+        self._theirs = [[self._lengths[name][rank] for name in self._own] for rank in ranks]
+        self.taken = []
+        for shard in bucket.optimizer_shards:
+            shard.master.whole = Pieces(bucket.whole_in(shard.part), self)
+
+    def sent(self):
+        """Bytes that this rank sends in a step like the last one, {rank: n}."""
+        both = zip(self._mine, self._theirs, strict=True)
+        numels = {rank: sum(mine) + sum(theirs) for rank, (mine, theirs) in enumerate(both) if rank != self._comm.rank}
+        return {rank: numel * self._itemsize for rank, numel in numels.items()}
+
+    @property
+    def used(self):
+        """Whether the optimizer has handed anything out yet."""
+        return self._itemsize > 0
+
+    def left(self):
+        """The bytes among these that leave this rank's node."""
+        here, per_node = self._comm.rank // self._comm.ranks_per_node, self._comm.ranks_per_node
+        return sum(nbytes for rank, nbytes in self.sent().items() if rank // per_node != here)
+
+    def take(self, pieces, function, finish):
+        """Take what the optimizer hands out, in the order of the shard."""
+        self.taken += pieces
+        self._function, self._finish, self._itemsize = function, finish, pieces[0].itemsize
+
+    def send(self):
+        """Phase 2. Begin to send this rank's pieces to their owners."""
+        taken, self.taken = torch.cat(self.taken).to(self._comm.device), []
+        self._nothing, mine = taken[:0], [lengths[self._comm.rank] for lengths in self._lengths.values()]
+        pieces = dict(zip(self._lengths, taken.split(mine), strict=True))
+        self._begin([[pieces[name] for name in names] for names in self._owned], self._theirs, "matrices")
+
+    def answer(self):
+        """Phase 3. Put this rank's own matrices together, call the function, and begin to send the pieces back."""
+        results, arrived = [], zip(*self._arrived(self._theirs), strict=True)
+        for name, pieces in zip(self._own, arrived, strict=True):
+            result = self._function(torch.cat(pieces).view(self._shapes[name]))
+            results.append(result.reshape(-1).split(self._lengths[name]))
+        self._begin([[of[rank] for of in results] for rank in range(self._comm.size)], self._mine, "updates")
+
+    def come_back(self):
+        """Phase 4. Wait for this rank's pieces, which `land` then takes, shard by shard."""
+        of_owners = zip(self._owned, self._arrived(self._mine), strict=True)
+        pieces = {name: piece for names, of in of_owners for name, piece in zip(names, of, strict=True)}
+        self._landing = torch.cat([pieces[name] for name in self._lengths])
+        self._arriving = self._handle = None
+
+    def land(self, weights):
+        """Finish the optimizer's step of the pieces in a flat tensor."""
+        for part, shape in weights.whole.parts:
+            piece, self._landing = self._landing.tensor_split([length(part)])
+            self._finish(weights.detach()[part], piece.to(weights.device), shape)
+
+    def _begin(self, pieces, lengths, what):
+        sent = [torch.cat([self._nothing, *of]) for of in pieces]
+        self._arriving = [self._comm.buffer(sum(of), dtype=self._nothing.dtype) for of in lengths]
+        self._handle = self._comm.exchange(sent, self._arriving, f"{what} of {self._name}")
+
+    def _arrived(self, lengths):
+        self._handle.wait()
+        return [arrived.split(of) for arrived, of in zip(self._arriving, lengths, strict=True)]
+
+
+def exchanges(comm, buckets):
+    """The `Exchange` of each bucket whose matrices shards cut, {bucket: Exchange}, for the ranks of a Collectives."""
+    cut = [bucket for bucket in buckets if bucket.kind.whole and not bucket.kind.dealt]
+    members = [((bucket, name), parameter) for bucket in cut for name, parameter in bucket.members.items()]
+    dealt = deal(members, cut[0].kind, comm.size) if cut else ()
+    owner_of = {slot.name: rank for rank, slots in enumerate(dealt) for slot in slots}
+    return {bucket: Exchange(comm, bucket, owner_of) for bucket in cut}
+
+
+def finish(exchanges, land):
+    """Finish a step: `land(shard, exchange)` steps an optimizer shard by what came back. A collective."""
+    taken = {bucket: exchange for bucket, exchange in exchanges.items() if exchange.taken}
+    for exchange in taken.values():
+        exchange.send()
+    for exchange in taken.values():
+        exchange.answer()
+    for bucket, exchange in taken.items():
+        exchange.come_back()
+        for shard in bucket.optimizer_shards:
+            land(shard, exchange)

@@ -1,0 +1,183 @@
+"""Matrices that shards cut: each goes to one owner in the step, and nothing is padded or computed twice."""
+
+from unittest import mock
+
+import pytest
+import torch
+from muon import ADAMW, MUON, OPTIMIZER, by_engine, by_torch, muon_engine
+from torch import nn
+from training import STAGES, make_engine, same_bits
+
+from common import optim
+
+TIERS = ("offload.nvme", "offloaded:OnDisk", "offloaded:OnHost", "offloaded:Spread")
+CUTTERS = ("stage3_param", *TIERS, "replicated:Pairs", "quantized:Copies")  # engines that shard parameters
+WIDTH = 48
+
+
+@pytest.mark.parametrize("loop", [{}, {"clip": 0.5}, {"number": 2}], ids=["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize("one", CUTTERS)
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_an_engine_that_cuts_matrices_has_the_bits_of_torchs_muon_and_adamw(world, one, loop):
+    """With 4 ranks hybrid sharding has 2 nodes of 2; with 1 and 3 each rank keeps everything."""
+    how = dict(loop)
+    made = muon_engine(one, clip_norm=how.get("clip"))
+    before = made.predicted_model_state_bytes()
+    expected, theirs = by_torch(world, range(3), **how)
+    how.pop("clip", None)
+    norms, weights, (measured, predicted) = by_engine(world, made, range(3), **how)
+    assert norms == expected
+    assert same_bits(weights, theirs)
+    assert measured == predicted
+    assert before == measured["model_state_bytes"]
+
+
+@pytest.mark.parametrize("one", CUTTERS)
+@pytest.mark.parametrize("world", [2, 4], indirect=True)
+def test_in_bf16_micro_batches_add_up_and_bytes_are_as_predicted(world, one):
+    (norms, weights, (measured, predicted)), (expected, theirs, _) = (
+        by_engine(world, muon_engine(name, precision="bf16", clip_norm=0.5), range(3), number=2)
+        for name in (one, "stage0_ddp")
+    )
+    assert norms == expected
+    assert same_bits(weights, theirs)
+    assert measured == predicted
+
+
+class Squares(nn.Sequential):
+    """Equal matrices, each in a unit of its own; one of them is used twice."""
+
+    def __init__(self, tied=False):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        super().__init__(*layers, *layers[:tied])
+
+
+def squares(engine, tied=False, frozen=0, **options):
+    torch.manual_seed(0)
+    module = Squares(tied)
+    for layer in list(module)[:frozen]:
+        layer.weight.requires_grad_(False)
+    matrices, rest = [[p for p in module.parameters() if p.ndim == n and p.requires_grad] for n in (2, 1)]
+    groups = [{"params": matrices, "whole": True}, {"params": rest}]
+    return make_engine(engine, module, OPTIMIZER, param_groups=groups, **options)
+
+
+def inputs(rank, step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(world, made, steps):
+    for step in steps:
+        made.comm.traffic.reset()
+        made.backward(made(inputs(world.rank, step).to(world.device)).square().mean())
+        made.step()
+    counts = made.accounting.measured(), made.accounting.predicted()
+    return made.full_state_dict(), counts
+
+
+def by_hand(world, steps, tied, rate=lambda step: 1.0):
+    """Two optimizers of torch's on the mean gradient in rank order, with a factor on the rates of each step."""
+    torch.manual_seed(0)
+    module = Squares(tied).to(world.device)
+    matrices, rest = [[p for p in module.parameters() if p.ndim == ndim] for ndim in (2, 1)]
+    optimizers = torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **ADAMW)
+    first = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    for step in steps:
+        of_ranks = []
+        for rank in range(world.size):
+            loss = module(inputs(rank, step).to(world.device)).square().mean()
+            of_ranks.append(torch.autograd.grad(loss, matrices + rest))
+        for parameter, (own, *others) in zip(matrices + rest, zip(*of_ranks, strict=True), strict=True):
+            parameter.grad = sum(others, own) / world.size
+        for optimizer, lr in zip(optimizers, first, strict=True):
+            optimizer.param_groups[0]["lr"] = lr * rate(step)
+            optimizer.step()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("one", CUTTERS)
+@pytest.mark.ranks(2, 4)
+def test_equal_matrices_in_a_row_are_shared_out_and_each_is_made_orthogonal_once(world, one, tied):
+    made = squares(one, tied)
+    with mock.patch.object(optim, "_zeropower_via_newtonschulz", wraps=optim._zeropower_via_newtonschulz) as called:
+        weights, _ = train(world, made, [0])
+    assert called.call_count == 4 // made.shard_comm.size
+    assert same_bits(weights, by_hand(world, [0], tied))
+    assert all(bucket.padding_ratio == 1 for bucket in made.buckets)
+
+
+def test_a_rank_sends_its_pieces_there_and_back_in_bf16(world):
+    """Of four matrices in two halves each it owns two: it sends two halves to their owner, and two halves back."""
+    made = squares("stage3_param")
+    _, (measured, predicted) = train(world, made, range(2))
+    assert measured["wire_bytes_per_step"]["exchange"] == 4 * WIDTH * WIDTH // 2 * 2
+    assert measured == predicted
+
+
+@pytest.mark.parametrize("one", CUTTERS)
+def test_a_skipped_step_sends_nothing_and_a_schedulers_rates_are_heard(world, one):
+    made = squares(one, skip_norm=float("inf"))
+    scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
+    for step in range(3):
+        if step == 1:  # one rank's gradient is not finite
+            bad = inputs(world.rank, step).to(world.device) * (float("inf") if world.rank == 0 else 1.0)
+            made.backward(made(bad).square().mean())
+            made.comm.traffic.reset()
+            assert made.step().skipped
+            assert not any("exchange" in name for name in made.comm.traffic.by_collective())
+        else:
+            weights, _ = train(world, made, [step])
+            scheduler.step()
+    assert same_bits(weights, by_hand(world, [0, 2], False, {0: 1.0, 2: 0.5}.get))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("one", CUTTERS)
+def test_fewer_matrices_than_ranks_leave_some_without_one(world, one):
+    """Two matrices, of other shapes, at 3 ranks."""
+    built = []
+    for name in (one, "stage1_os"):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(wide, high) for high, wide in [(5, 48), (70, 5), (3, 70)]))
+        groups = [{"params": [module[0].weight, module[1].weight], "whole": True}]
+        groups += [{"params": [module[2].weight, *(layer.bias for layer in module)]}]
+        built.append(train(world, make_engine(name, module, OPTIMIZER, param_groups=groups), range(3))[0])
+    assert same_bits(*built)
+
+
+def saved(world, one, folder):
+    made = muon_engine(one)
+    by_engine(world, made, range(2))
+    made.save(folder)
+    return made.full_state_dict()
+
+
+def resumed(world, one, folder):
+    """The weights as they are loaded, and those of two more steps at this world size."""
+    made = muon_engine(one, seed=1)
+    made.load(folder)
+    return made.full_state_dict(), by_engine(world, made, range(2, 4))[1]
+
+
+@pytest.mark.parametrize("one", CUTTERS)
+def test_what_an_engine_that_cuts_saves_every_other_resumes_at_another_world_size(worlds, tmp_path, one):
+    weights = worlds(4).run(saved, one, tmp_path)[0]
+    expected = worlds(2).run(resumed, "stage0_ddp", tmp_path)[0]
+    assert same_bits(expected[0], weights)
+    for other in (*STAGES[1:], "offload", *CUTTERS[1:]):
+        assert all(map(same_bits, worlds(2).run(resumed, other, tmp_path)[0], expected)), other
+
+
+@pytest.mark.parametrize("one", CUTTERS)
+def test_a_thawed_matrix_begins_without_momentum_beside_others_that_have_some(world, one):
+    """A shard is then stepped in segments, on one rank in more of them than on the other."""
+    found = []
+    for name in (one, "stage1_os"):
+        old, now = (squares(name, frozen=frozen) for frozen in (1, 0))
+        train(world, old, range(2))
+        now.continue_from(old)
+        found.append(train(world, now, range(2, 4)))
+    (weights, (measured, predicted)), (expected, _) = found
+    assert same_bits(weights, expected)
+    assert measured == predicted
