@@ -240,7 +240,8 @@ def links(draw):
     model["attention"] = shape.layers * shape.width * shape.sequence
     how = {"way": way.title, "third": way.engine == "stage3_param", "operations": 8 if checkpoints else 6}
     how["checkpointing"] = "with" if checkpoints else "without"
-    rates = {"gpu": gpu, "rate": gpu.flops[2] * gpu.fraction, "peak": gpu.flops[2] / 1e12}
+    rate = how["operations"] * (shape.parameters + model["attention"]) * tokens / computing
+    rates = {"gpu": gpu, "rate": rate, "peak": gpu.flops[2] / 1e12, "fraction": rate / gpu.flops[2]}
     rates |= {"inside": gpu.inside / 1e9, "between": gpu.between / 1e9}
     found = {"sent": sent, "computing": computing, "least": least}
     choices = {"bound": dict.fromkeys(("collectives", "computation"), "compare the two times above")}
@@ -303,7 +304,8 @@ def machine(draw):
     rates = {"inside": gpu.inside / 1e9, "bus": part.bus / 1e9, "disk": part.disk / 1e9}
     shape = of_size(psi)
     rates["attention"] = shape.layers * shape.width * shape.sequence
-    rates["reached"] = gpu.flops[2] * gpu.fraction / 1e12
+    computing = rows[offer, best]["computes"]
+    rates["reached"] = 8 * (shape.parameters + rates["attention"]) * drawn["tokens"] / computing / 1e12
     words = {"ladder": ", ".join(f'"{names[number]}"' for number in ADVISED), "last": names[4]}
     words["switches"] = ", ".join(told[switch == off] for switch, told in said["switches"].items())
     choices = {

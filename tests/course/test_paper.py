@@ -47,7 +47,7 @@ def links_by_hand(told):
     """Bytes over the slowest link's bandwidth, and operations over a GPU's sustained rate."""
     psi, kept, tokens = numbers(told, r"of ([\d.e+]+) param", r"([\d.e+]+) of its", r"of ([\d,]+) tok")
     ranks = math.prod(numbers(told, r"(\d+) nodes", r"of (\d+) GPUs"))
-    rate = math.prod(numbers(told, r"peak is (\d+)", r"reaches (\d+)"))
+    rate = math.prod(numbers(told, r"peak is ([\d.]+)", r"reaches ([\d.]+)"))
     sent = 2 * (3 * psi - kept if "by stage 3" in told else 2 * psi) * (ranks - 1) / ranks
     sending = sent / (number(r"together send ([\d.]+)", told) * 1e9)
     of_a_token = (8 if " with activation" in told else 6) * (psi + attention(told)) / (rate * 1e10)
@@ -62,7 +62,7 @@ def links_by_hand(told):
 
 def machine_by_hand(told):
     """The fastest strategy that fits, of all on every offer. ZeRO++ sends 1/4 over slow links, Offload 2 of 3 parts."""
-    ranks, holds, psi = numbers(told, r"(\d+) GPUs", r"with (\d+) GB", r"of ([\d.e+]+) param")
+    ranks, holds, psi = numbers(told, r"(\d+) GPUs", r"with ([\d.]+) GB", r"of ([\d.e+]+) param")
     rate = number(r"reaches ([\d.]+)", told) * 1e12
     computing = 8 * (psi + attention(told)) * number(r"has ([\d,]+) tokens", told) / rate
     amounts = r"It sends ([\d.]+) GB .* moves ([\d.]+) GB .* where it has ([\d.]+) GB, .* and ([\d.]+) GB"
@@ -152,7 +152,7 @@ MISTAKES = [  # group, question, a student's mistake as a function of the right 
     ("links", "collectives_seconds", lambda of: of["collectives_seconds"] / 4, "all of the ring's bytes cross"),
     ("links", "computation_seconds", lambda of: of["computation_seconds"] / 4, "that is forward alone"),
     ("links", "bound", lambda of: "computation", "compare the two"),
-    ("links", "tokens", lambda of: of["tokens"] * 2, "of its peak"),
+    ("links", "tokens", lambda of: of["tokens"] / 0.567, "of its peak"),
     ("machine", "lowest", lambda of: "stage 0, data parallelism", "does not fit"),
     ("machine", "offer", lambda of: "C", "another is faster"),
     ("machine", "fastest", lambda of: "ZeRO-Infinity, disk", "take longer"),
