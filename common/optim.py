@@ -7,14 +7,13 @@
         param_groups=[{"params": matrices, "whole": True}, {"params": rest}],
     )
 
-Muon steps a matrix by its momentum, made nearly orthogonal. That needs the whole matrix, and its shape. All else of a
-step looks at single elements, and is done where they are kept. So an optimizer asks `Whole` for what it needs whole:
-some engines keep the parameters of a `whole` group whole, and others bring them together in the step.
+Muon steps a matrix by its momentum, made nearly orthogonal. That needs the whole matrix, and its shape; all else of a
+step looks at single elements. So the optimizer asks `Whole` for it: some engines keep matrices whole, others cut them.
 
 Source: Jordan et al., Muon, 2024, as torch.optim.Muon has it; Moonlight, arXiv 2502.16982.
 """
 
-import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,21 +22,16 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch h
 from common.tensors import within
 
 
+@dataclass
 class Whole:
-    """The parameters of a whole group in a flat tensor, each of them whole; `common.engine.matrices` has others.
+    """The parameters of a whole group in a flat tensor, all of each; `common.engine.matrices` has pieces of some."""
 
-    Args:
-        parts: [(slice of the flat tensor, shape)].
-    """
-
-    def __init__(self, parts):
-        self.parts = parts
+    parts: list  # [(slice of the flat tensor, shape)]
 
     def of(self, segment):
         """Those in a slice of the flat tensor, which is then the flat tensor."""
-        own = copy.copy(self)
-        own.parts = [(within(p, segment), shape) for p, shape in self.parts if segment.start <= p.start < segment.stop]
-        return own
+        inside = [(part, shape) for part, shape in self.parts if segment.start <= part.start < segment.stop]
+        return replace(self, parts=[(within(part, segment), shape) for part, shape in inside])
 
     def each(self, weights, update, function, finish):
         """Call `finish(weights, function(update), shape)` for each parameter: now or, if shards cut it, after the step.
@@ -55,8 +49,7 @@ class MuonAdamW(torch.optim.Optimizer):
     """torch.optim.Muon on matrices in groups that are `whole`, torch.optim.AdamW on other groups.
 
     Args:
-        params: parameters, or groups. Those of a whole group are flat tensors with `whole`, a `Whole`, as engines make
-            them; or else matrices.
+        params: parameters, or groups. Those of a whole group are matrices or, in engines, flat tensors with `whole`.
         muon, adamw: options of the two, such as {"lr": 0.02}; a group's own come first.
 
     Raises:

@@ -104,7 +104,7 @@ class InfinityEngine(stage3_param.Engine):
             if gradients == "nvme":
                 looks = self.takes_norm + (self.loss_scaler is not None)
                 moves += [Move(looks, gradients, "cpu", mean), *self.accounting.looks_on_disk(bucket)]
-            steps = 2 if bucket in self.exchanges and self.exchanges[bucket].used else 1  # of the weights
+            steps = 2 if bucket in self.exchanges and self.exchanges[bucket].itemsize else 1  # of the weights
             if optimizer == "nvme":
                 widths = [(steps, 4), *((1, width) for width in accounting.state_bytes(bucket, self)[0])]
                 for times, width in widths:  # master weights, and each state
@@ -226,11 +226,11 @@ class InfinityEngine(stage3_param.Engine):
         finally:
             sub_group.swap_out(self.optimizer, self.bus)
 
-    def land(self, shard, exchange):
+    def land(self, shard, by):
         """Bring the master weights of a sub-group once more, to step its pieces of matrices."""
         shard.bring_weights(self.bus)
         try:
-            shard.land(exchange)
+            shard.land(by)
         finally:
             shard.put_back(self.bus)
 

@@ -22,8 +22,7 @@ def state_bytes(bucket, engine):
     states = [] if optimizer is None else bucket.optimizer_shards[0].states(optimizer)
     per_element, per_tensor = engine.whole_bytes.get(bucket.kind.group, engine.optimizer_bytes)
     if not states:
-        swapped = () if bucket.kind.group in engine.whole_bytes else getattr(engine, "state_bytes", ())
-        return swapped or [per_element], per_tensor
+        return (not bucket.kind.whole and getattr(engine, "state_bytes", ())) or [per_element], per_tensor
     shard = bucket.optimizer_shards[0]
     each = [state.itemsize for state in states if state.shape == shard.master.shape]
     others = sum(state.nbytes for state in states if state.shape != shard.master.shape)
@@ -130,7 +129,7 @@ class Accounting:
             elif what == "read" and sharded:
                 predicted[gathers] += bucket.shard_numel * number * numbers
         for exchange in engine.exchanges.values():
-            predicted["exchange" + shards.where] += sum(exchange.sent().values())
+            predicted["exchange" + shards.where] += exchange.sent()[0]
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
@@ -148,7 +147,7 @@ class Accounting:
             if collective.endswith(ACROSS_NODES):
                 predicted[collective] = sent
             elif collective == "exchange":
-                predicted[collective] = sum(one.left() for one in self._engine.exchanges.values())
+                predicted[collective] = sum(one.sent()[1] for one in self._engine.exchanges.values())
             elif not collective.endswith(IN_NODE) and comm.size > comm.ranks_per_node:
                 predicted[collective] = sent * (comm.size - comm.ranks_per_node) // (comm.size - 1)
         return predicted

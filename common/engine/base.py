@@ -207,10 +207,7 @@ class EngineBase(Backward, Files, NoModule):
         return result
 
     def end_update(self) -> None:
-        """Once all shards are stepped, finish those whose matrices are cut, and have ranks compare options.
-
-        The optimizer may have changed some, such as a count.
-        """
+        """Once all shards are stepped: finish cut matrices, and compare options that changed, such as a count."""
         matrices.finish(self.exchanges, OptimizerShard.land)
         shards = sum(len(bucket.optimizer_shards) for bucket in self.buckets)
         self.options.end(shards, [self.comm, *self.axes.by_name.values()])

@@ -77,9 +77,9 @@ class OptimizerShard(MeanGradient):
                 if made[name] is not views.get(name):  # a first step makes states, and some optimizers replace them
                     flat[name][segment.part] = made[name]
 
-    def land(self, exchange):
+    def land(self, by):
         """Finish a step by what came back from the owners of matrices of which it has pieces."""
-        exchange.land(self.master)
+        by(self.master)
         if self.is_apart:
             self.stepped.copy_(self.master.detach())
 

@@ -1,7 +1,7 @@
 """Matrices that their optimizer sees whole: where a shard holds them whole, and where shards cut them.
 
 Stages 0 to 2 deal them to shards whole, see `layout`. Engines that shard parameters cut them evenly, as all else: there
-a step brings each matrix together on one rank, its owner. Over N ranks and M elements of matrices:
+a step puts each together on one rank, its owner. Over N ranks and M elements of matrices:
 
     1. each       the optimizer steps the momentum of its pieces, and hands out what is to be made orthogonal
     2. send       pieces go to the owners of their matrices                           about (N-1)/N M/N elements sent
@@ -13,6 +13,8 @@ Owners are dealt over the whole model, so that equal matrices in units of their 
 travel while matrices of the unit before it are made orthogonal.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from common.engine.layout import deal
@@ -20,62 +22,45 @@ from common.optim import Whole
 from common.tensors import length
 
 
+@dataclass
 class Pieces(Whole):
     """Pieces of parameters in a flat tensor: what the optimizer hands out goes to the bucket's `Exchange`."""
 
-    def __init__(self, parts, exchange):
-        super().__init__(parts)
-        self.exchange = exchange
+    exchange: object
 
     def each(self, weights, update, function, finish):
         self.exchange.take([update[:0], *(update[part] for part, _ in self.parts)], function, finish)
 
 
 class Exchange:
-    """Brings a bucket's matrices together on their owners, and what comes of them back.
+    """Brings a bucket's matrices together on their owners, {(bucket, name): rank}, and what comes of them back.
 
-    Args:
-        comm: the Collectives of the ranks that have one copy of everything, cut evenly.
-        owner_of: {(bucket, name): rank}.
+    Its Collectives, `comm`, are of the ranks that have one copy of everything, cut evenly.
     """
 
     def __init__(self, comm, bucket, owner_of):
-        self._comm, self._name, self._itemsize = comm, bucket.name, 0  # of an element, once a step has sent any
-        self._shapes = {name: slot.shape for name, slot in bucket.slots.items()}
+        self._comm, self._name, self._slots = comm, bucket.name, bucket.slots
         ranks, kept = range(comm.size), bucket.padded_numel // comm.size
-        self._lengths = {name: [0] * comm.size for name in bucket.slots}  # of its pieces, by rank
-        for rank in ranks:
-            for name, there, _ in bucket.overlaps(slice(rank * kept, (rank + 1) * kept)):
-                self._lengths[name][rank] = length(there)
+        parts = [bucket.overlaps(slice(rank * kept, (rank + 1) * kept)) for rank in ranks]
+        lengths = [{name: length(there) for name, there, _ in part} for part in parts]
+        self._lengths = {name: [of.get(name, 0) for of in lengths] for name in bucket.slots}  # of its pieces, by rank
         self._owned = [[name for name in bucket.slots if owner_of[bucket, name] == rank] for rank in ranks]
-        self._own = self._owned[comm.rank]
         # For each rank the lengths of this rank's pieces of its matrices, and of its pieces of this rank's matrices.
         self._mine = [[self._lengths[name][comm.rank] for name in names] for names in self._owned]
-        self._theirs = [[self._lengths[name][rank] for name in self._own] for rank in ranks]
-        self.taken = []
+        self._theirs = [[self._lengths[name][rank] for name in self._owned[comm.rank]] for rank in ranks]
+        self.taken, self.itemsize = [], 0  # pieces that are not sent yet; bytes of an element, once one was sent
         for shard in bucket.optimizer_shards:
             shard.master.whole = Pieces(bucket.whole_in(shard.part), self)
 
     def sent(self):
-        """Bytes that this rank sends in a step like the last one, {rank: n}."""
+        """Bytes that this rank sends in a step like the last one, and those of them that leave its node."""
         both = zip(self._mine, self._theirs, strict=True)
-        numels = {rank: sum(mine) + sum(theirs) for rank, (mine, theirs) in enumerate(both) if rank != self._comm.rank}
-        return {rank: numel * self._itemsize for rank, numel in numels.items()}
-
-    @property
-    def used(self):
-        """Whether the optimizer has handed anything out yet."""
-        return self._itemsize > 0
-
-    def left(self):
-        """The bytes among these that leave this rank's node."""
-        here, per_node = self._comm.rank // self._comm.ranks_per_node, self._comm.ranks_per_node
-        return sum(nbytes for rank, nbytes in self.sent().items() if rank // per_node != here)
+        return self._comm.sent_of([(sum(mine) + sum(theirs)) * self.itemsize for mine, theirs in both])
 
     def take(self, pieces, function, finish):
         """Take what the optimizer hands out, in the order of the shard."""
         self.taken += pieces
-        self._function, self._finish, self._itemsize = function, finish, pieces[0].itemsize
+        self._function, self._finish, self.itemsize = function, finish, pieces[0].itemsize
 
     def send(self):
         """Phase 2. Begin to send this rank's pieces to their owners."""
@@ -87,23 +72,25 @@ class Exchange:
     def answer(self):
         """Phase 3. Put this rank's own matrices together, call the function, and begin to send the pieces back."""
         results, arrived = [], zip(*self._arrived(self._theirs), strict=True)
-        for name, pieces in zip(self._own, arrived, strict=True):
-            result = self._function(torch.cat(pieces).view(self._shapes[name]))
+        for name, pieces in zip(self._owned[self._comm.rank], arrived, strict=True):
+            result = self._function(torch.cat(pieces).view(self._slots[name].shape))
             results.append(result.reshape(-1).split(self._lengths[name]))
         self._begin([[of[rank] for of in results] for rank in range(self._comm.size)], self._mine, "updates")
 
     def come_back(self):
-        """Phase 4. Wait for this rank's pieces, which `land` then takes, shard by shard."""
+        """Phase 4. Wait for this rank's pieces; return what steps those in a flat tensor, one shard after another."""
         of_owners = zip(self._owned, self._arrived(self._mine), strict=True)
         pieces = {name: piece for names, of in of_owners for name, piece in zip(names, of, strict=True)}
-        self._landing = torch.cat([pieces[name] for name in self._lengths])
-        self._arriving = self._handle = None
+        landing, finish = torch.cat([pieces[name] for name in self._lengths]), self._finish
+        self._function = self._finish = self._arriving = self._handle = None  # they hold the optimizer's groups
 
-    def land(self, weights):
-        """Finish the optimizer's step of the pieces in a flat tensor."""
-        for part, shape in weights.whole.parts:
-            piece, self._landing = self._landing.tensor_split([length(part)])
-            self._finish(weights.detach()[part], piece.to(weights.device), shape)
+        def land(weights):
+            nonlocal landing
+            for part, shape in weights.whole.parts:
+                piece, landing = landing.tensor_split([length(part)])
+                finish(weights.detach()[part], piece.to(weights.device), shape)
+
+        return land
 
     def _begin(self, pieces, lengths, what):
         sent = [torch.cat([self._nothing, *of]) for of in pieces]
@@ -125,13 +112,13 @@ def exchanges(comm, buckets):
 
 
 def finish(exchanges, land):
-    """Finish a step: `land(shard, exchange)` steps an optimizer shard by what came back. A collective."""
+    """Finish a step: `land(shard, by)` finishes that of an optimizer shard by what came back. A collective."""
     taken = {bucket: exchange for bucket, exchange in exchanges.items() if exchange.taken}
     for exchange in taken.values():
         exchange.send()
     for exchange in taken.values():
         exchange.answer()
     for bucket, exchange in taken.items():
-        exchange.come_back()
+        by = exchange.come_back()
         for shard in bucket.optimizer_shards:
-            land(shard, exchange)
+            land(shard, by)

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 from common.tensors import tensors_in
 
 PHASES = ("forward", "backward", "step")
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "broadcast", "gather")
 UNLABELLED = contextlib.nullcontext()
 MODULES = 0  # the row of the model's parts; threads have numbers above 0
 LANES = {  # by the labels of their work

@@ -187,10 +187,7 @@ class Collectives:
 
     def exchange(self, parts, received, label=""):
         """Send tensor k of `parts` to rank k, and receive tensor k of `received` from it: of any lengths, one dtype."""
-        sent = {rank: part.nbytes for rank, part in enumerate(parts) if rank != self.rank}
-        here = self.rank // self.ranks_per_node
-        left = sum(nbytes for rank, nbytes in sent.items() if rank // self.ranks_per_node != here)
-        self.traffic.record("exchange" + self.where, sum(sent.values()), left)
+        self.traffic.record("exchange" + self.where, *self.sent_of([part.nbytes for part in parts]))
 
         def work():
             if self.point_to_point:
@@ -272,6 +269,11 @@ class Collectives:
                 work()
 
         return self.lane.submit(labelled, *buffers)
+
+    def sent_of(self, nbytes):
+        """Of the bytes for each rank, those for others, and those for ranks of other nodes."""
+        first = self.rank // self.ranks_per_node * self.ranks_per_node
+        return sum(nbytes) - nbytes[self.rank], sum(nbytes) - sum(nbytes[first : first + self.ranks_per_node])
 
     def _count(self, collective, sent):
         """Count `sent` bytes, spread evenly over the other ranks, in the meter."""
@@ -360,20 +362,19 @@ class Collectives:
             ALL_GATHER(tensor, shard, group=self.group)
 
     def _exchange(self, sent, arrived):
-        """Send every rank its row of `sent` [N, n]; row k of `arrived` comes from rank k. Empty ones are not sent."""
+        """Send every rank its row of `sent` [N, n]; row k of `arrived` comes from rank k."""
         _put(sent[self.rank], arrived[self.rank])
-        ways = ({peer: rows[peer] for peer in self._others() if rows[peer].numel()} for rows in (arrived, sent))
-        self._transfer(*ways)
+        self._transfer({peer: arrived[peer] for peer in self._others()}, {peer: sent[peer] for peer in self._others()})
 
     def _others(self):
         """The other ranks, starting after this one, so that not all send to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def _transfer(self, receives, sends):
-        """Exchange messages, {peer: tensor} each, and wait for all of them."""
+        """Exchange messages, {peer: tensor} each, none for empty ones, and wait for all of them."""
         # Sends first: if the peer's receive is posted, `send` writes in this thread while gloo's thread spins.
-        works = [(peer, self._send(tensor, peer)) for peer, tensor in sends.items()]
-        works += [(peer, self._receive(tensor, peer)) for peer, tensor in receives.items()]
+        works = [(peer, self._send(tensor, peer)) for peer, tensor in sends.items() if tensor.numel()]
+        works += [(peer, self._receive(tensor, peer)) for peer, tensor in receives.items() if tensor.numel()]
         for peer, work in works:
             self._with(peer, work.wait)
 
