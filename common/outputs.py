@@ -114,10 +114,7 @@ def asked(parser, arguments, figure=False):
 
 
 def tell(options, results, table, figure=None):
-    """Publish results as one table and, with `figure(results)`, one matplotlib figure.
-
-    Under torchrun the results are None on ranks other than 0.
-    """
+    """Publish results, None on ranks other than 0, as one table and, with `figure(results)`, one matplotlib figure."""
     if results is not None:
         publish(options, results, [table(results)], figure and (lambda path: figure(results).savefig(path, dpi=120)))
 

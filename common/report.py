@@ -16,10 +16,8 @@ def counts_of(row):
     lines = [(f"{state}, bytes per rank", str(held[state]), _of(foreseen, state)) for state in held]
     for collective in sorted({*sent, *(to_send or ())}):
         lines.append((f"{collective}, bytes sent per step", str(sent.get(collective, 0)), _of(to_send, collective)))
-    per_parameter = (
-        "-" if states is None else f"{sum(states.values()) / row['parameters']:.2f}" for states in (held, foreseen)
-    )
-    lines.append(("model states, bytes per parameter", *per_parameter))
+    each = ("-" if states is None else f"{sum(states.values()) / row['parameters']:.2f}" for states in (held, foreseen))
+    lines.append(("model states, bytes per parameter", *each))
     for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
         for state, held in row.get(name, {}).items():
             if held or row[f"predicted_{name}"][state]:

@@ -5,11 +5,9 @@ import json
 import os
 import statistics
 import time
-import tomllib
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from common import models, optim, outputs
 from common.checkpoint import runs
+from common.checkpoint.runs import OPTIONS
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.engines import find_engine
@@ -33,7 +32,6 @@ from common.ranks.world import launch, torchrun_env
 from common.report import lines_of
 from common.tiers.activations import HostActivations, predicted_moves
 
-OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: collectives that the first leaves in flight overlap with the second
 
@@ -49,7 +47,8 @@ def main(package, arguments=None, add_own=None):
     """
     parser = outputs.parser_of(package, importlib.import_module(package).__doc__)
     add_arguments(parser)
-    outputs.add_options(parser, OPTIONS["runs"] | OPTIONS["engine"])
+    runs.add_arguments(parser)
+    outputs.add_options(parser, OPTIONS["engine"])
     own = add_own(parser) if add_own else lambda options: (package, {})
     options = outputs.asked(parser, arguments)
     runs.check_arguments(options)

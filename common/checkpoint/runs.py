@@ -25,6 +25,7 @@ import signal
 import socket
 import statistics
 import sys
+import tomllib
 import uuid
 from pathlib import Path
 
@@ -35,9 +36,10 @@ from common.checkpoint.checkpoint import see
 from common.checkpoint.index import FILE_NAME
 from common.data import digest
 from common.errors import InputError
-from common.outputs import check_counts, check_name, try_folder
+from common.outputs import add_options, check_counts, check_name, try_folder
 from common.ranks.agreement import check_agreement, together
 
+OPTIONS = tomllib.loads((Path(__file__).parents[1] / "train.toml").read_text(encoding="utf-8"))
 NAME = re.compile(r"step-(\d{8,})")
 # Options that decide a run's numbers, and must be the same on resume. The number of ranks may change.
 SAMPLES = ("model", "batch", "seed")
@@ -47,6 +49,10 @@ OF_A_NODE = ("data", "json", "trace", "save", "path", "nproc", "oversubscribe", 
 OWNER = "in-use"  # the file whose lock marks a live run; it names the run
 LEAVING = 1.0  # seconds to wait for a run that is about to end
 RESTARTING = 40.0  # seconds to wait for one whose ranks torchrun is ending, perhaps on another node
+
+
+def add_arguments(parser):
+    add_options(parser, OPTIONS["runs"])
 
 
 def check_arguments(options):

@@ -83,8 +83,10 @@ def _print(how, *what, **options):
 def fit(columns, room, gap=GAP):
     """The widths of columns, texts [columns][rows], that fit in `room`, but never less than the longest word."""
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in columns]
-    glued = [re.sub(r"(\d) (?=([kMGT]?B|s)\b)", r"\1_", " ".join(column)) for column in columns]  # 39.8 GB is a word
-    longest = [max(map(len, column.split()), default=0) for column in glued]
+    words = [
+        re.sub(r"(\d) (?=[kMGT]?B\b|s\b)", r"\1_", " ".join(column)).split() for column in columns
+    ]  # "39.8 GB" is one
+    longest = [max(map(len, found), default=0) for found in words]
     while needed(widths, gap) > room and widths != longest:
         widest = max((width, number) for number, width in enumerate(widths) if width > longest[number])[1]
         widths[widest] -= 1

@@ -181,11 +181,9 @@ class LocalWorld(contextlib.AbstractContextManager):
             _start_fork_server()
         # The store lives in this process, on a free port, so no two worlds can race for one. It gets a socket, because
         # one that it opens itself would listen on all networks.
-        listener = socket.create_server(("127.0.0.1", 0))
-        host, port = listener.getsockname()
-        self._store = dist.TCPStore(
-            host, port, wait_for_workers=False, is_master=True, master_listen_fd=listener.detach()
-        )
+        door = socket.create_server(("127.0.0.1", 0))
+        host, port = door.getsockname()
+        self._store = dist.TCPStore(host, port, wait_for_workers=False, is_master=True, master_listen_fd=door.detach())
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, far_end = context.Pipe()
