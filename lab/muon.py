@@ -1,18 +1,21 @@
-"""`python -m lab.muon`: what an optimizer of whole matrices costs, three ways, and what it gains on real text.
+"""`python -m lab.muon`: what an optimizer of whole matrices costs, four ways, and what it gains on real text.
 
-A rank that has a flat shard has pieces of matrices. To step whole ones the ranks can deal them whole (`"whole": True`
-here), gather the momentum of each matrix before the step, or keep and step everything everywhere, as stage 0 does.
-Bytes, operations and states are counted from the model's shapes. Losses are those of two trainings with equal batches
-and numbers of steps, each optimizer with the rate that is best for it.
+A rank that has a flat shard has pieces of matrices. To step whole ones the ranks can deal them whole, as stages 0 to 2
+do, send each to one owner and the update back, as stage 3 does, gather the momentum of each matrix before the step, or
+keep and step everything everywhere. Bytes, operations and states are counted from the model's shapes. Losses are those
+of two trainings with equal batches and numbers of steps, each optimizer with the rate that is best for it.
 """
 
 import argparse
 import statistics
+from functools import partial
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import torch
 
 from common import models
-from common.engine import layout
+from common.engine import Bucket, layout, matrices, units
 from common.measure.hardware import hardware
 from common.measure.tables import Table, show_bytes
 from common.optim import split
@@ -20,7 +23,9 @@ from common.outputs import asked, one_line_errors, parser_of, tell
 from common.train import add_arguments, command, how, train
 from lab import figures
 
-COUNTED, RANKS = "gpt-124m", (2, 8, 32)  # the model and world sizes of the table
+GPT_7B = models.GPTConfig(layers=32, width=4096, heads=32, sequence=2048, vocabulary=50257)
+KNOWN = {**models.SIZES, "gpt-7b": partial(models.GPT, GPT_7B)}
+COUNTED, RANKS = ("gpt-124m", "gpt-7b"), (8, 32, 128)  # the models and world sizes of the table
 NS_STEPS = 5  # of torch.optim.Muon, by default
 RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (5e-4, 1e-3, 2e-3)}  # Muon's own is 20 times as high
 SMOOTH = 20  # losses averaged in a point of the figure
@@ -51,8 +56,7 @@ def measure(world, rates_of, options):
         **{name: getattr(options, name) for name in ("model", "precision", "batch", "steps")},
         **how(options),
         "hardware": hardware(world.device),
-        "counted": COUNTED,
-        "ways": [way for ranks in RANKS for way in ways(COUNTED, ranks)],
+        "ways": [way for name in COUNTED for ranks in RANKS for way in ways(name, ranks)],
         "runs": runs,
     }
 
@@ -67,31 +71,51 @@ def operations(shape):
 
 
 def ways(name, ranks):
-    """Three ways to step a model's matrices: what a rank sends, computes and keeps in a step, the one that has most."""
-    model = models.build(name)
+    """Four ways to step a model's matrices: what a rank sends, computes and keeps in a step, the one that has most."""
+    model = models.build(name, known=KNOWN)
     of = dict(model.named_parameters())
     groups = [{"params": part, "whole": whole} for part, whole in zip(split(model), (True, False), strict=True)]
-    runs = layout.buckets(of.items(), groups, lambda name, parameter: parameter.dtype, 25 * 2**20, ranks)
-    whole = [run for run in runs if run.kind.undivided]
-    matrices = sum(parameter.numel() for parameter in groups[0]["params"])
+    runs = layout.buckets(of.items(), groups, dtype_of, 25 * 2**20, ranks)
+    whole = [run for run in runs if run.kind.dealt]
+    in_matrices = sum(parameter.numel() for parameter in groups[0]["params"])
     everything, padded = sum(p.numel() for p in of.values()), sum(run.padded_numel for run in runs)
     every_rank = sum(operations(parameter.shape) for parameter in groups[0]["params"])
     dealt = max(
-        sum(operations(shape) for run in whole for _, shape in run.undivided_in(run.shard(rank)))
-        for rank in range(ranks)
+        sum(operations(shape) for run in whole for _, shape in run.whole_in(run.shard(rank))) for rank in range(ranks)
     )
-    others = (ranks - 1) / ranks
+    others, shard = (ranks - 1) / ranks, in_matrices / ranks * 4
+    cut, exchanged, owned = 2 * others * everything * 4, *by_owners(model, groups, ranks)
+    found = {
+        "deal whole": (2 * others * padded * 4, dealt, sum(run.shard_numel for run in whole) * 4),
+        "send to one owner": (cut + exchanged, owned, shard),
+        "gather before the step": (cut + others * in_matrices * 4, every_rank, shard),
+        "step everything everywhere": (cut, every_rank, in_matrices * 4),
+    }
+    counts = ("sent", "operations", "momentum")
     return [
-        row("deal whole", ranks, 2 * others * padded * 4, dealt, sum(run.shard_numel for run in whole) * 4),
-        row(
-            "gather before the step", ranks, others * (2 * everything + matrices) * 4, every_rank, matrices / ranks * 4
-        ),
-        row("step everything everywhere", ranks, 2 * others * everything * 4, every_rank, matrices * 4),
+        {"model": name, "ranks": ranks, "way": way, **dict(zip(counts, map(round, of_way), strict=True))}
+        for way, of_way in found.items()
     ]
 
 
-def row(way, ranks, sent, computed, kept):
-    return {"way": way, "ranks": ranks, "sent": round(sent), "operations": computed, "momentum": round(kept)}
+def by_owners(model, groups, ranks):
+    """Bytes that the exchange in stage 3's units adds, and operations: each of the rank that has most."""
+    of, made = dict(model.named_parameters()), units.make_units(model, groups, dtype_of, ranks, Bucket)
+    comm = SimpleNamespace(rank=0, size=ranks)
+    exchanges = matrices.exchanges(comm, [bucket for unit in made for bucket in unit.buckets]).values()
+    elements, computed = [0] * ranks, [0] * ranks
+    for exchange in exchanges:
+        for owner, name in ((owner, name) for owner, names in enumerate(exchange.owned) for name in names):
+            computed[owner] += operations(of[name].shape)
+            for rank, kept in enumerate(exchange.lengths[name]):
+                if rank != owner:  # there, and back
+                    elements[rank] += kept
+                    elements[owner] += kept
+    return max(elements) * torch.bfloat16.itemsize, max(computed)
+
+
+def dtype_of(name, parameter):
+    return parameter.dtype
 
 
 def best(results, optimizer):
@@ -101,15 +125,16 @@ def best(results, optimizer):
 
 
 def table(results):
-    """A row for each way and number of ranks."""
-    title = f"Muon's step of {results['counted']} in fp32, stage 1's schedule"
-    header = ("ranks", "way", "sent in a step", "operations, orthogonalizing", "momentum kept")
+    """A row for each model, number of ranks and way."""
+    title = "Muon's step in fp32: a mean and new parameters as stage 1 sends them, and what a way adds"
+    header = ("model", "ranks", "way", "sent in a step", "operations, orthogonalizing", "momentum kept")
     lines = [
         (
+            way["model"],
             str(way["ranks"]),
             way["way"],
             show_bytes(way["sent"]),
-            f"{way['operations'] / 1e9:,.0f} G",
+            f"{way['operations'] / 1e12:,.2f} T",
             show_bytes(way["momentum"]),
         )
         for way in results["ways"]

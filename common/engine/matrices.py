@@ -43,11 +43,11 @@ class Exchange:
         ranks, kept = range(comm.size), bucket.padded_numel // comm.size
         parts = [bucket.overlaps(slice(rank * kept, (rank + 1) * kept)) for rank in ranks]
         lengths = [{name: length(there) for name, there, _ in part} for part in parts]
-        self._lengths = {name: [of.get(name, 0) for of in lengths] for name in bucket.slots}  # of its pieces, by rank
-        self._owned = [[name for name in bucket.slots if owner_of[bucket, name] == rank] for rank in ranks]
+        self.lengths = {name: [of.get(name, 0) for of in lengths] for name in bucket.slots}  # of its pieces, by rank
+        self.owned = [[name for name in bucket.slots if owner_of[bucket, name] == rank] for rank in ranks]
         # For each rank the lengths of this rank's pieces of its matrices, and of its pieces of this rank's matrices.
-        self._mine = [[self._lengths[name][comm.rank] for name in names] for names in self._owned]
-        self._theirs = [[self._lengths[name][rank] for name in self._owned[comm.rank]] for rank in ranks]
+        self._mine = [[self.lengths[name][comm.rank] for name in names] for names in self.owned]
+        self._theirs = [[self.lengths[name][rank] for name in self.owned[comm.rank]] for rank in ranks]
         self.taken, self.itemsize = [], 0  # pieces that are not sent yet; bytes of an element, once one was sent
         for shard in bucket.optimizer_shards:
             shard.master.whole = Pieces(bucket.whole_in(shard.part), self)
@@ -65,23 +65,23 @@ class Exchange:
     def send(self):
         """Phase 2. Begin to send this rank's pieces to their owners."""
         taken, self.taken = torch.cat(self.taken).to(self._comm.device), []
-        self._nothing, mine = taken[:0], [lengths[self._comm.rank] for lengths in self._lengths.values()]
-        pieces = dict(zip(self._lengths, taken.split(mine), strict=True))
-        self._begin([[pieces[name] for name in names] for names in self._owned], self._theirs, "matrices")
+        self._nothing, mine = taken[:0], [lengths[self._comm.rank] for lengths in self.lengths.values()]
+        pieces = dict(zip(self.lengths, taken.split(mine), strict=True))
+        self._begin([[pieces[name] for name in names] for names in self.owned], self._theirs, "matrices")
 
     def answer(self):
         """Phase 3. Put this rank's own matrices together, call the function, and begin to send the pieces back."""
         results, arrived = [], zip(*self._arrived(self._theirs), strict=True)
-        for name, pieces in zip(self._owned[self._comm.rank], arrived, strict=True):
+        for name, pieces in zip(self.owned[self._comm.rank], arrived, strict=True):
             result = self._function(torch.cat(pieces).view(self._slots[name].shape))
-            results.append(result.reshape(-1).split(self._lengths[name]))
+            results.append(result.reshape(-1).split(self.lengths[name]))
         self._begin([[of[rank] for of in results] for rank in range(self._comm.size)], self._mine, "updates")
 
     def come_back(self):
         """Phase 4. Wait for this rank's pieces; return what steps those in a flat tensor, one shard after another."""
-        of_owners = zip(self._owned, self._arrived(self._mine), strict=True)
+        of_owners = zip(self.owned, self._arrived(self._mine), strict=True)
         pieces = {name: piece for names, of in of_owners for name, piece in zip(names, of, strict=True)}
-        landing, finish = torch.cat([pieces[name] for name in self._lengths]), self._finish
+        landing, finish = torch.cat([pieces[name] for name in self.lengths]), self._finish
         self._function = self._finish = self._arriving = self._handle = None  # they hold the optimizer's groups
 
         def land(weights):
