@@ -8,7 +8,8 @@ from muon import ADAMW, MUON, OPTIMIZER, by_engine, by_torch, muon_engine
 from torch import nn
 from training import STAGES, make_engine, same_bits
 
-from common import optim
+from common import models, optim
+from lab.simulate.world import simulated_world
 
 TIERS = ("offload.nvme", "offloaded:OnDisk", "offloaded:OnHost", "offloaded:Spread")
 CUTTERS = ("stage3_param", *TIERS, "replicated:Pairs", "quantized:Copies")  # engines that shard parameters
@@ -181,3 +182,18 @@ def test_a_thawed_matrix_begins_without_momentum_beside_others_that_have_some(wo
     (weights, (measured, predicted)), (expected, _) = found
     assert same_bits(weights, expected)
     assert measured == predicted
+
+
+@pytest.mark.parametrize("one", ["stage3_param", "zeropp.hybrid"])
+def test_at_64_ranks_in_nodes_of_8_bytes_are_as_predicted_on_nccls_path(one):
+    """With fake tensors in torch's fake group; those that leave a node too."""
+    with simulated_world(64, rank=9, ranks_per_node=8):
+        made, tokens = muon_engine(one), torch.zeros(1, 16, dtype=torch.long)
+        for _ in range(2):
+            made.comm.traffic.reset()
+            made.backward(models.loss(made(tokens), tokens))
+            made.step()
+        measured, predicted = made.accounting.measured(), made.accounting.predicted()
+    assert measured == predicted
+    assert any("exchange" in name for name in measured["wire_bytes_per_step"])
+    assert ("exchange" in measured["internode_bytes_per_step"]) == (one == "stage3_param")

@@ -91,6 +91,13 @@ def test_gathers_exchanges_and_broadcasts_deliver_every_ranks_values(world):
         assert torch.equal(found, gathered)
     comm.all_to_all(own, exchanged).wait()
     assert torch.equal(exchanged, torch.cat([part(other, rank, size) for other in everyone]))
+    parts = [
+        torch.full((rank * other,), float(rank), device=world.device) for other in range(size)
+    ]  # rank 0's are empty
+    arrived = [torch.empty(rank * other, device=world.device) for other in range(size)]
+    comm.exchange(parts, arrived).wait()
+    assert [part.tolist() for part in arrived] == [[float(other)] * (rank * other) for other in range(size)]
+    assert comm.traffic.by_collective().get("exchange", 0) == 4 * rank * (sum(range(size)) - rank)
     heard = own.clone()
     comm.broadcast(heard).wait()
     assert torch.equal(heard, everyone[0])
