@@ -106,10 +106,9 @@ class InfinityEngine(stage3_param.Engine):
                 moves += [Move(looks, gradients, "cpu", mean), *self.accounting.looks_on_disk(bucket)]
             steps = 2 if bucket in self.exchanges and self.exchanges[bucket].itemsize else 1  # of the weights
             if optimizer == "nvme":
-                widths = [(steps, 4), *((1, width) for width in accounting.state_bytes(bucket, self)[0])]
-                for times, width in widths:  # master weights, and each state
+                for width in (*[4] * steps, *accounting.state_bytes(bucket, self)[0]):  # master weights, and each state
                     nbytes = bucket.shard_numel * width
-                    moves += [Move(times, optimizer, steps_on, nbytes), Move(times, steps_on, optimizer, nbytes)]
+                    moves += [Move(1, optimizer, steps_on, nbytes), Move(1, steps_on, optimizer, nbytes)]
             if bucket.masters_are_apart:
                 moves += [Move(steps, steps_on, parameters, shard)]
         return moves
@@ -213,7 +212,7 @@ class InfinityEngine(stage3_param.Engine):
             if following is not None:
                 following.swap_in(self.optimizer)
             self.step_sub_group(sub_group)
-        matrices.finish(self.exchanges, self.land)
+        matrices.finish(self.exchanges, lambda sub_group, by: sub_group.land(by, self.bus))
         self.disks.finish()
         self.disks.agree()
         self.read_ahead(self.forward_prefetch.upcoming(1 + READ_AHEAD, anew=True))
@@ -225,14 +224,6 @@ class InfinityEngine(stage3_param.Engine):
             self.step_shard(sub_group)
         finally:
             sub_group.swap_out(self.optimizer, self.bus)
-
-    def land(self, shard, by):
-        """Bring the master weights of a sub-group once more, to step its pieces of matrices."""
-        shard.bring_weights(self.bus)
-        try:
-            shard.land(by)
-        finally:
-            shard.put_back(self.bus)
 
     def free_all(self):
         """Free what is gathered and what is read ahead: both are about to be out of date."""

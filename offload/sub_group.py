@@ -277,6 +277,14 @@ class SubGroup(OptimizerShard):
         self.put_back(bus, optimizer)
         self.adopt(optimizer.state[self.master])
 
+    def land(self, by, bus):
+        """Bring its master weights once more, to step its pieces of matrices."""
+        self.bring_weights(bus)
+        try:
+            super().land(by)
+        finally:
+            self.put_back(bus)
+
     def put_back(self, bus, optimizer=None):
         """Begin to write back what `bring_weights` has brought, and the parameters."""
         parameters_at = self.bucket.parameters_at
