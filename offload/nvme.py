@@ -212,7 +212,7 @@ class InfinityEngine(stage3_param.Engine):
             if following is not None:
                 following.swap_in(self.optimizer)
             self.step_sub_group(sub_group)
-        matrices.finish(self.exchanges, lambda sub_group, by: sub_group.land(by, self.bus))
+        matrices.finish(self.exchanges, lambda sub_group, by: sub_group.finish(by, self.bus))
         self.disks.finish()
         self.disks.agree()
         self.read_ahead(self.forward_prefetch.upcoming(1 + READ_AHEAD, anew=True))

@@ -277,11 +277,11 @@ class SubGroup(OptimizerShard):
         self.put_back(bus, optimizer)
         self.adopt(optimizer.state[self.master])
 
-    def land(self, by, bus):
+    def finish(self, by, bus):
         """Bring its master weights once more, to step its pieces of matrices."""
         self.bring_weights(bus)
         try:
-            super().land(by)
+            super().finish(by)
         finally:
             self.put_back(bus)
 

@@ -208,7 +208,7 @@ class EngineBase(Backward, Files, NoModule):
 
     def end_update(self) -> None:
         """Once all shards are stepped: finish cut matrices, and compare options that changed, such as a count."""
-        matrices.finish(self.exchanges, OptimizerShard.land)
+        matrices.finish(self.exchanges, OptimizerShard.finish)
         shards = sum(len(bucket.optimizer_shards) for bucket in self.buckets)
         self.options.end(shards, [self.comm, *self.axes.by_name.values()])
 

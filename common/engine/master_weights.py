@@ -77,7 +77,7 @@ class OptimizerShard(MeanGradient):
                 if made[name] is not views.get(name):  # a first step makes states, and some optimizers replace them
                     flat[name][segment.part] = made[name]
 
-    def land(self, by):
+    def finish(self, by):
         """Finish a step by what came back from the owners of matrices of which it has pieces."""
         by(self.master)
         if self.is_apart:

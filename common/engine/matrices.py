@@ -7,7 +7,7 @@ a step puts each together on one rank, its owner. Over N ranks and M elements of
     2. send       pieces go to the owners of their matrices                           about (N-1)/N M/N elements sent
     3. answer     an owner puts its matrices together and calls the optimizer's
                   function, which no other rank does; pieces of the results go back   about (N-1)/N M/N
-    4. land       every rank steps its pieces by those that came back
+    4. finish     every rank steps its pieces by those that came back
 
 Owners are dealt over the whole model, so that equal matrices in units of their own have different ones. A unit's pieces
 travel while matrices of the unit before it are made orthogonal.
@@ -81,16 +81,16 @@ class Exchange:
         """Phase 4. Wait for this rank's pieces; return what steps those in a flat tensor, one shard after another."""
         of_owners = zip(self.owned, self._arrived(self._mine), strict=True)
         pieces = {name: piece for names, of in of_owners for name, piece in zip(names, of, strict=True)}
-        landing, finish = torch.cat([pieces[name] for name in self.lengths]), self._finish
+        left, finish = torch.cat([pieces[name] for name in self.lengths]), self._finish
         self._function = self._finish = self._arriving = self._handle = None  # they hold the optimizer's groups
 
-        def land(weights):
-            nonlocal landing
+        def finish_pieces(weights):
+            nonlocal left
             for part, shape in weights.whole.parts:
-                piece, landing = landing.tensor_split([length(part)])
+                piece, left = left.tensor_split([length(part)])
                 finish(weights.detach()[part], piece.to(weights.device), shape)
 
-        return land
+        return finish_pieces
 
     def _begin(self, pieces, lengths, what):
         sent = [torch.cat([self._nothing, *of]) for of in pieces]
@@ -111,8 +111,8 @@ def exchanges(comm, buckets):
     return {bucket: Exchange(comm, bucket, owner_of) for bucket in cut}
 
 
-def finish(exchanges, land):
-    """Finish a step: `land(shard, by)` finishes that of an optimizer shard by what came back. A collective."""
+def finish(exchanges, finish_shard):
+    """Finish a step: `finish_shard(shard, by)` does so for an optimizer shard, by what came back. A collective."""
     taken = {bucket: exchange for bucket, exchange in exchanges.items() if exchange.taken}
     for exchange in taken.values():
         exchange.send()
@@ -121,4 +121,4 @@ def finish(exchanges, land):
     for bucket, exchange in taken.items():
         by = exchange.come_back()
         for shard in bucket.optimizer_shards:
-            land(shard, by)
+            finish_shard(shard, by)
