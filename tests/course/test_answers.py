@@ -197,7 +197,7 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("decisions", {EIGHT: "stage 0, data parallelism"}, "it takes 115 GB of a GPU"),
     ("decisions", {ONE: "stage 3"}, "it takes 215 GB of a GPU"),
     ("decisions", {ONE: "ZeRO-Infinity, disk"}, "so does a lower one"),
-    ("decisions", {SLOW: "stage 3"}, "sends for 33 s where it computes for 2.4 s"),
+    ("decisions", {SLOW: "stage 3"}, "sends for 33 s where it computes for 2 s"),
     ("decisions", {SLOW: "stage 4"}, "choose from"),
     ("factor", 1 / 80, "number of ranks"),
     ("factor", 2 / 50, "all micro-batches"),
