@@ -107,7 +107,7 @@ class ZeroStrategy(ByEngine, DDPStrategy):
     def __init__(self, engine: str = "stage2_grad", **options: Any) -> None:
         super().__init__(engine, **options)
         self._stepping = {}  # engine -> its Optimizer
-        self._backward_sync_control = BackwardSync()
+        self._backward_sync_control = BackwardSync()  # type: ignore[assignment]
 
     @DDPStrategy.precision.setter
     def precision(self, precision):
@@ -201,4 +201,5 @@ def _zero_grad(self, set_to_none=True):
     self._forward_module.zero_grad(set_to_none)
 
 
-_FabricModule.zero_grad = _zero_grad  # torch's own reads p.grad, but an engine keeps gradients elsewhere
+# torch's own reads p.grad, but an engine keeps gradients elsewhere.
+_FabricModule.zero_grad = _zero_grad  # type: ignore[method-assign]

@@ -147,7 +147,7 @@ def table(results):
         f"Losses of {results['model']}, means of the last {SMOOTH} of {results['steps']} steps with {results['batch']} "
         f"samples, {results['world_size']} ranks: {ends}. {results['hardware']}"
     )
-    return Table(title, header, lines, note=note)
+    return Table(title, header, lines, words=(0, 2), note=note)
 
 
 def figure(results):
