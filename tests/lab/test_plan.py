@@ -329,7 +329,7 @@ def test_tables_fit_80_columns_and_numbers_keep_their_units(capsys):
 
 ADVICE = {  # a job: what is advised
     "--params 13e9 --gpu v100-32g --world-size 64 --seq 128": r"stage 3.* ZeRO\+\+.* take larger micro-batches",
-    "--params 7.5e9 --world-size 64 --gpu v100-32g": "stage 2: the lowest that fits into 28.8 GB",
+    "--params 7.5e9 --world-size 64 --gpu v100-32g": "stage 2: the lowest that fits into 30.6 GB",
     "--params 1T --world-size 1 --budget 1GB": "Nothing fits into 1 GB",
     "--model llama2-7b --seq 131072 --offload-activations": ".*With --fused-loss, which saves 26.5 GB there, stage 1",
     "--params 30B --gpu 4090 --world-size 4 --host 64GB --disk 100GB": ".*its GPU's part of the host, 16 GB, is full",

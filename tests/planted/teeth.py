@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -61,13 +62,20 @@ def failures(clone, *chosen):
     return failed or ([ended.stdout[-300:]] if ended.returncode not in (0, 5) else [])
 
 
-def noticed(clone, mutant, of):
-    """How many samples it takes to notice a fault, and by which test: (n, test), or (None, None)."""
+def noticed(clone, mutant, of, before):
+    """How many samples it takes to notice a fault, and by which test: (n, test), or (None, None).
+
+    Asked first are the tests named after what is planted in, then those that noticed most faults before.
+    """
+    named = ROOT.glob(f"tests/*/test_{mutant.plant.module.rpartition('.')[2]}.py")
+    files = Counter(row["test"].partition("::")[0] for row in before if row["test"]).most_common()
+    first = [*(path.relative_to(ROOT) for path in named), *(path for path, _ in files)]
+    likely = sorted(LIKELY, key=lambda room: room != OWN.get(of))
     for number in range(SAMPLES):
         git(clone, "reset", "--quiet", "--hard", f"sample{number}")
         plant(clone, mutant)
-        for rooms in (sorted(LIKELY, key=lambda room: room != OWN.get(of)), REST):
-            if found := failures(clone, "-x", *LEFT_OUT, *(f"tests/{room}" for room in rooms)):
+        for paths in ([*first, *(f"tests/{room}" for room in likely)], [f"tests/{room}" for room in REST]):
+            if found := failures(clone, "-x", *LEFT_OUT, *paths):
                 return number + 1, found[0]
     return None, None
 
@@ -110,7 +118,7 @@ def main():
         def judge(fault):
             of, mutant = fault
             clone = free.get()
-            samples, test = noticed(clone, mutant, of)
+            samples, test = noticed(clone, mutant, of, record["rows"])
             if test:  # it passes where nothing is planted
                 git(clone, "reset", "--quiet", "--hard", "sample0")
                 if failures(clone, "--all", test):
