@@ -72,9 +72,9 @@ def exercise_of(file):
 
 
 def named_in(file):
-    """The exercise that a path names last, as stage1_mine.py does; None if it names none."""
+    """The exercise that a path names last, as stage1_mine.py and Stage1.py do; None if it names none."""
     exercises = {exercise.path.stem: exercise for exercise in (*ALL, DRILLS)}
-    named = re.findall("|".join(exercises), str(file))
+    named = re.findall("|".join(exercises), str(file).lower())
     return exercises[named[-1]] if named else None
 
 

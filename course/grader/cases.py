@@ -67,6 +67,7 @@ class Case:
     backwards: int = 1  # of each step
     lane: str = ""  # collectives run as "late" as they may, or "early", when they are called; "" is as elsewhere
     crossed: bool = False  # copies over a bus run early where collectives run late, and late where those run early
+    groups: bool = False  # biases are a parameter group of their own, so that a unit has two buckets
     watched: bool = False  # the last step's live bytes are followed
     beside: str = ""  # the phase, or "all", in which collectives in flight during computation are noted
     elsewhere: bool = False  # tensors that are made without a device have no memory

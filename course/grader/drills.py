@@ -84,7 +84,9 @@ def _wrong(run, file, method, case):
         got = run(case["ranks"], call, file, method, case, timeout=SECONDS)
     except RankFailed as failure:
         still = re.search(r"NotImplementedError: (part \d, \w+), is still open", str(failure))
-        return f"Still open: {still[1]}." if still else str(failure).strip().splitlines()[-1], None
+        lines = re.findall(rf'File "{re.escape(file)}", line (\d+)', str(failure))
+        said = f"{f'Line {lines[-1]}: ' if lines else ''}{str(failure).strip().splitlines()[-1]}"
+        return f"Still open: {still[1]}." if still else said, None
     for rank, (answer, nbytes) in enumerate(got):
         own, right = (case["tensors"][rank], case["right"][rank]) if "tensors" in case else (None, case["right"])
         called = f"{method}({own or ', '.join(map(str, case['given']))}) on rank {rank} of {len(got)}"
@@ -97,7 +99,7 @@ def _wrong(run, file, method, case):
 
 
 def _same(one, other):
-    """Whether two answers are equal: numbers that are sent up to a rounding, all others in every bit."""
+    """Whether two answers are equal: numbers that are sent up to a rounding, all others in every bit, 32.0 not 32."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return all(math.isclose(one[name], other[name]) for name in other)
-    return one == other
+    return one == other and [isinstance(n, float) for n in one] == [isinstance(n, float) for n in other]

@@ -207,6 +207,8 @@ def _model(case):
     extras = [options] if options else []
     if case.backwards > 1:
         extras.append(f"{case.backwards} backwards a step")
+    if case.groups:
+        extras.append("biases in a parameter group of their own")
     if case.lane:
         extras.append(f"collectives as {case.lane} as they may be")
     if case.elsewhere:

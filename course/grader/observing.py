@@ -91,7 +91,8 @@ def _trained(world, make, case, lane):
         with Timeline(engine) if watched else contextlib.nullcontext() as timeline, beside:
             seen["norms"][step + 1] = train_step(engine, world, case, step)
         if watched:
-            seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
+            left = {"what a step leaves behind": timeline.samples[-1][1]["activations"]}
+            seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT} | left
         if case.written:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # else freed weights refuse reads and writes
                 when = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
@@ -170,7 +171,9 @@ def built(world, make, case):
     choose_exact_kernels(world.device)
     torch.manual_seed(0)
     model = Blocks(case.run, case.blocks).to(world.device)
-    return make(model, case.optimizer, deterministic=True, **case.options), model
+    flat = [[weight for weight in model.parameters() if weight.dim() == dims] for dims in (1, 2)]
+    groups = {"param_groups": [{"params": flat[0], "weight_decay": 0.0}, {"params": flat[1]}]} if case.groups else {}
+    return make(model, case.optimizer, deterministic=True, **case.options, **groups), model
 
 
 def make_tensors_elsewhere(engine):

@@ -36,7 +36,7 @@ def results_of(folder):
     """The results of a folder for Gradescope. Of an exercise's files one is graded: stage1.py, if it is there."""
     began, tests, said = time.monotonic(), [], []
     for exercise in (*ALL, DRILLS):
-        files = [file for file in folder.rglob("*.py") if named_in(file.name) == exercise]
+        files = [file for file in folder.rglob("[!.]*.py") if named_in(file.name) == exercise]
         for file in sorted(files, key=lambda file: (file.name != exercise.path.name, file))[:1]:
             try:
                 report = graded(file, exercise.key)
@@ -57,7 +57,7 @@ def results_of(folder):
 
 def tested(name, part):
     """A part as a test of Gradescope's."""
-    finding, output = part["finding"], "Right, with the engine's other parts."
+    finding, output = part["finding"], "Right, if the others are right."
     if finding:
         case = f"The case: {finding['model']}.\n\n" if finding["model"] else ""
         output = f"{finding['where']}\n\n{case}Hint: {finding['hints'][0]}"

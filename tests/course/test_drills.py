@@ -28,6 +28,21 @@ MEAN = "    return sum(received.chunk(dist.get_world_size())) / dist.get_world_s
 OTHERWISE = {  # {what stands otherwise: (a text, its replacement, points, part of what is said)}
     "nothing": ("", "", 10, None),
     "sends more": (MEAN, "    dist.all_reduce(tensor)\n" + MEAN, 6, "sends 24 bytes, expected 8"),
+    "divides first": (
+        MEAN,
+        "    received /= dist.get_world_size()\n    return sum(received.chunk(dist.get_world_size()))",
+        6,
+        "is [2.99999",
+    ),
+    "knows two ranks": ("(32 * world_size)", "64", 7, "expected [0, 352]"),
+    "floats": ("world_size)) * 32", "world_size)) * 32.0", 7, "[32.0, 64.0]"),
+    "an all-reduce sends a tensor once": (
+        '"all_reduce": 2 * part',
+        '"all_reduce": numel',
+        7,
+        "expected {'all_reduce': 128}",
+    ),
+    "cannot be read": ("import torch.distributed as dist", "import", 0, "Line 3: SyntaxError"),
     "adds backwards": (MEAN, MEAN.replace("size())) /", "size())[::-1]) /"), 6, "is [0.0], expected [0.333"),
     "raises": ("    part = numel", "    part = 1 // 0", 7, "ZeroDivisionError"),
     "is open": (
