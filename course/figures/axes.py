@@ -52,8 +52,7 @@ def kept_through_a_step(axes, cases):
             heights += own
         axes.plot(places, heights, color=color, label=name)
     mark_phases(axes, phases)
-    axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
-    axes.set_ylabel("live MB of activations, a rank")
+    axes.set(ylim=(0, 1.15 * axes.dataLim.ymax), ylabel="live MB of activations, a rank")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -83,5 +82,4 @@ def buffers(axes, in_flight, gradients):
         ends[f"in flight, bucket_mb={size}"] = line[max(line)]
     for name, height in ends.items():
         axes.text(1.03 * max(gradients) / 1e6, height / 1e6, name, va="center")
-    axes.set(xlabel="millions of parameters", ylabel="MB, at its most in a step", ylim=(0, None))
-    axes.set_xlim(0, None)
+    axes.set(xlabel="millions of parameters", ylabel="MB, at its most in a step", ylim=(0, None), xlim=(0, None))

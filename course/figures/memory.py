@@ -17,8 +17,7 @@ def memory_by_batch(panels, cases):
         for position, peak in enumerate(peaks.values()):
             stacked(axes, position, [(peak[name] / MB, {"color": COLORS[name]}) for name in shown], 0.7, "{:.1f}")
         axes.set_xticks(range(len(peaks)), peaks)
-        axes.set_xlabel("samples per rank")
-        axes.set_title(title)
+        axes.set(xlabel="samples per rank", title=title)
     panels[0].set_ylabel("live MB of a rank, at the peak")
     handles = [Patch(color=COLORS[name], label=name) for name in reversed(shown)]
     panels[0].legend(handles=handles, loc="upper left")

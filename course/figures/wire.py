@@ -57,8 +57,7 @@ def messages(axes, steps, unit):
     for multiple in (1, 2, 3):
         axes.axhline(multiple, color="black", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xticks(range(len(steps)), list(steps))
-    axes.set_ylim(0, 3.4)
-    axes.set_ylabel("sent by one rank per step, in (N-1)/N Ψ")
+    axes.set(ylim=(0, 3.4), ylabel="sent by one rank per step, in (N-1)/N Ψ")
     patches = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASES]
     patches += [
         Patch(facecolor=GREY, edgecolor="white", hatch=hatch, label=name.replace("_", "-"))
@@ -82,8 +81,7 @@ def ring_and_direct(axes, seconds):
     sizes = list(next(iter(seconds.values())))
     axes.set_xlim(-0.5, len(sizes) - 0.5)
     axes.set_xticks(range(len(sizes)), [f"{size / 1e6:g} MB" for size in sizes])
-    axes.set_xlabel("size of the whole tensor")
-    axes.set_yscale("log")
+    axes.set(xlabel="size of the whole tensor", yscale="log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter("{x:g}")
@@ -106,8 +104,7 @@ def rounds(axes, seconds):
     axes.set_xticks(
         range(len(seconds)), [LABELS.get(name, name.replace("torch_ddp", "torch\nDDP")) for name in seconds]
     )
-    axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
-    axes.set_ylabel("ms per step")
+    axes.set(ylim=(0, 1.1 * axes.dataLim.ymax), ylabel="ms per step")
 
 
 def beside(steps):
@@ -131,8 +128,7 @@ def beside(steps):
         axes.set_yticks(range(len(rows)), [f"rank {rank}, {row}" for rank, row in rows])
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("ms since the step began")
+    axes.set(xlim=(0, None), xlabel="ms since the step began")
     legend = [Patch(color=color, label=kind.replace("_", "-")) for kind, color in colors.items() if kind in seen]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
     return figure
@@ -174,11 +170,9 @@ def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
     for place, count in messages_by_bucket.items():
         highest = 1000 * max(by_bucket[place])
         right.annotate(f"{count} messages", (place, highest), (0, 8), textcoords="offset points", ha="center")
-    left.set_xlim(left=0)
-    left.set_ylim(0, 1200 * max(max(times) for times in (*by_batch.values(), *by_bucket.values())))
+    left.set(xlim=(0, None), ylim=(0, 1200 * max(max(times) for times in (*by_batch.values(), *by_bucket.values()))))
     left.set_xticks(list(by_batch))
-    left.set_xlabel("samples of a step, all ranks")
-    left.set_ylabel("ms per step")
+    left.set(xlabel="samples of a step, all ranks", ylabel="ms per step")
     right.set_xscale("log")
     right.set_xticks(list(by_bucket))
     right.margins(x=0.2)

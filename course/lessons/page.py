@@ -6,7 +6,7 @@ from functools import partial
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes, recording
 from course.lessons.sentences import moments, sentence
-from course.lessons.sources import Source
+from course.lessons.sources import neighbours
 from course.lessons.templates import inline, render
 
 # (the engine before, the engine after)
@@ -17,12 +17,13 @@ INCREMENTS = [
     ("stage2_grad", "offload"),
     ("stage3_param", "offload.nvme"),
     ("stage3_param", "zeropp"),
+    ("notebooks.exercises.overlap", "stage2_grad"),
 ]
 
 
 def write(out, increments, recorded):
     """Write the pages of some increments into a folder, from what `recording.record_all` has; return their paths."""
-    about, sources = described(recorded), {pair: [Source(name) for name in pair] for pair in increments}
+    about, sources = described(recorded), {pair: neighbours(*pair) for pair in increments}
     links = [(file_of(pair), f"{before.label} to {after.named}") for pair, (before, after) in sources.items()]
     leads = [after.paragraphs[0] for _, after in sources.values()]
     pages = {"index.html": render("index.html", lessons=zip(links, leads, strict=True), about=about)}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from common.outputs import one_line_errors, parser_of, write_text, written
 from course.lessons.page import INCREMENTS
-from course.lessons.sources import Source
+from course.lessons.sources import neighbours
 
-STEPS = INCREMENTS[:4]  # the others derive from stage 3, and change no line of it
+STEPS = INCREMENTS[:4]  # others derive from stage 3, and change no line of it; the last is an exercise
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
@@ -27,7 +27,7 @@ def main(arguments=None):
         for pair in STEPS:
             before, after = (name.partition("_")[0] for name in pair)
             file = out / f"{before}_to_{after.removeprefix('stage')}.diff"
-            write_text(str(file), patch(*map(Source, pair)))
+            write_text(str(file), patch(*neighbours(*pair)))
             print(file)
 
 

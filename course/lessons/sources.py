@@ -16,7 +16,8 @@ TABLES = ("owned", "placed", "sends", "moves")  # methods that say what is kept,
 TABLE = re.compile(r"^Phases of a step.*?\n\n(.+?)\n\n", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^ *(?:\d\. +)?([a-z_]+(?:, [a-z_]+)*) {2,}(?:forward|backward|step) ", re.MULTILINE)
 NAMED = re.compile(r"(Phase \d+\.|The \w+ table:|The table of )")  # how the docstring of a phase, or of a table, begins
-CHANGES = re.compile(r"^## What changes from.*?\n\n(.+?)\n\n(?!- )", re.MULTILINE | re.DOTALL)
+CHANGES = r"^## What changes from %s.*?\n\n(.+?)\n\n(?!- )"
+WAITING = {"notebooks.exercises.overlap": "Stage 2 that waits"}  # an exercise, as given: what a page calls it
 CHANGE = re.compile(r"^- (`.+?): (.+?)(?=^- |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -31,9 +32,9 @@ class Section:
 
 
 class Source:
-    """An engine's file, and the page that belongs to it."""
+    """An engine's file, and the page that belongs to it: of several, its changes are those from the engine `before`."""
 
-    def __init__(self, name):
+    def __init__(self, name, before=""):
         self.engine = engine = find_engine(name)
         file = Path(inspect.getsourcefile(engine))
         self.path, self._folder, text = f"{file.parent.name}/{file.name}", file.parent, file.read_text()
@@ -42,7 +43,7 @@ class Source:
         self.lines, module = text.splitlines(), ast.parse(text)
         docstring = ast.get_docstring(module)
         self.paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]  # each in one line
-        self.label = re.match(r"[^:,]+", docstring)[0]  # how it begins: "Stage 1"
+        self.label = WAITING.get(name) or re.match(r"[^:,]+", docstring)[0]  # how it begins: "Stage 1"
         self.named = self.label.replace("Stage", "stage")  # within a sentence
         self.sections = sorted(self._sections(module), key=lambda section: section.numbers.start)
         self.tables = [name for name in TABLES if hasattr(engine, name)]
@@ -52,7 +53,9 @@ class Source:
         self.schedule = {section.name for section in self.sections if NAMED.match(section.docstring)}
         self.schedule.update(name for names in PHASE.findall(self.table) for name in names.split(", "))
         page = file.parents[1] / PAGES.get(name, f"{file.parent.name}/README.md")
-        changes = CHANGES.search(page.read_text() + "\n\n")
+        since = CHANGES % WAITING.get(before, "").lower()
+        said = page.read_text() if page.exists() else ""  # an exercise has none
+        changes = re.search(since, said + "\n\n", re.MULTILINE | re.DOTALL)
         # [(what, why)], the list in the section "What changes from" of the engine's page.
         self._changes = [(what, " ".join(why.split())) for what, why in CHANGE.findall(changes[1] if changes else "")]
 
@@ -105,6 +108,11 @@ class Source:
                         f"{file.parent.name}/{file.name}",
                         numbered(text.splitlines())[lines.start - 1 : lines.stop - 1],
                     )
+
+
+def neighbours(before, after):
+    """The Sources of two engines, the second with its changes from the first."""
+    return Source(before), Source(after, before)
 
 
 def _numbers(node):

@@ -7,6 +7,7 @@ import tokenize
 from places import ROOT
 
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
+SOURCES["notebooks.exercises.overlap"] = "notebooks/exercises/overlap.py"
 # The shared methods that a stage changes from the stage before. All others are the same text.
 CHANGED_METHODS = {
     "stage1_os": {"owned", "sends", "reduce", "update"},
