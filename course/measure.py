@@ -49,8 +49,7 @@ def main(arguments=None):
 
 def points_of(guess, found, near):
     """3 to 0 points, by the ratio of a prediction and what was measured; none for what is no number above 0."""
-    fits = is_number(guess) and guess > 0
-    return sum(max(guess / found, found / guess) <= ratio for ratio in near) if fits else 0
+    return sum(max(guess / found, found / guess) <= ratio for ratio in near) if is_number(guess) and guess > 0 else 0
 
 
 def measured(engine, ranks, micro_batches):

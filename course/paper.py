@@ -65,8 +65,7 @@ def main(arguments=None):
         verdicts = check(options.file)
     console = Console(highlight=False)
     for name, verdict in verdicts.items():
-        colour = "green" if verdict == "right" else "yellow"
-        console.print(f"{name:26} [{colour}]{escape(verdict)}[/]")
+        console.print(f"{name:26} [{'green' if verdict == 'right' else 'yellow'}]{escape(verdict)}[/]")
     right = list(verdicts.values()).count("right")
     console.print(f"{right} of {len(verdicts)} right")
     sys.exit(right < len(verdicts))
@@ -184,8 +183,7 @@ def moments(draw):
     sizes = {"layers": layers, "width": width, "psi": psi, "size": 4 if precision == "fp32" else 2}
     held = {"p": p, "g": g, "masters": masters, "stepped": after["optimizer"], "kept": kept, "otherwise": otherwise}
     told = "keeps activation checkpoints: of a block its input alone" if kind else "keeps all activations"
-    words = {"told": told, "other": "without" if kind else "with"}
-    return asked("bytes", right, drawn | sizes | held | words, {})
+    return asked("bytes", right, drawn | sizes | held | {"told": told, "other": "without" if kind else "with"}, {})
 
 
 def first_step(setting):

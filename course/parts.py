@@ -99,8 +99,7 @@ def bare(lines):
 def shows(body, solution):
     """Whether a body has a part's lines, both as `bare` gives them; of more than two lines, all but one."""
     lines = solution.splitlines()
-    missing = sum(line not in body.splitlines() for line in lines)
-    return solution in body or (len(lines) > 2 and missing <= 1)
+    return solution in body or (len(lines) > 2 and sum(line not in body.splitlines() for line in lines) <= 1)
 
 
 def methods_of(text):
@@ -140,8 +139,7 @@ def written(exercise):
         lines[first : first if exercise.edits else last] = [indent + line for line in [*comment, *open_part]]
         taken += of
     head = tree.body[0].end_lineno
-    docstring = ast.get_docstring(tree)
-    return "\n".join([f'"""{_task(exercise, taken)}\n\n{docstring}\n"""', *lines[head:], ""])
+    return "\n".join([f'"""{_task(exercise, taken)}\n\n{ast.get_docstring(tree)}\n"""', *lines[head:], ""])
 
 
 def waiting(exercise):

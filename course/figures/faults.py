@@ -16,8 +16,7 @@ def grid(axes, table, title, right, wrong):
             axes.bar(x, 0.92, 0.96, bottom=y - 0.46, color=RIGHT if good else WRONG)
             if not good:
                 axes.text(x, y, "x", ha="center", va="center", color="white", fontweight="bold")
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(table)), table)
+    axes.set(xticks=range(len(columns)), xticklabels=columns, yticks=range(len(table)), yticklabels=table)
     axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(table) - 0.5, -0.5), title=title)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

@@ -16,11 +16,9 @@ def memory_by_batch(panels, cases):
     for axes, (title, peaks) in zip(panels, cases.items(), strict=True):
         for position, peak in enumerate(peaks.values()):
             stacked(axes, position, [(peak[name] / MB, {"color": COLORS[name]}) for name in shown], 0.7, "{:.1f}")
-        axes.set_xticks(range(len(peaks)), peaks)
-        axes.set(xlabel="samples per rank", title=title)
+        axes.set(xticks=range(len(peaks)), xticklabels=peaks, xlabel="samples per rank", title=title)
     panels[0].set_ylabel("live MB of a rank, at the peak")
-    handles = [Patch(color=COLORS[name], label=name) for name in reversed(shown)]
-    panels[0].legend(handles=handles, loc="upper left")
+    panels[0].legend(handles=[Patch(color=COLORS[name], label=name) for name in reversed(shown)], loc="upper left")
     panels[0].set_ylim(top=1.1 * max(sum(peak.values()) for peaks in cases.values() for peak in peaks.values()) / MB)
 
 

@@ -90,14 +90,13 @@ def crossovers(axes, tokens):
         axes.axhline(place, color="black", linewidth=0.5)
         for nth, (name, number) in enumerate(sorted(of, key=lambda pair: pair[1])):
             look = LOOK[name.partition(":")[0]] | ({"markerfacecolor": "white"} if name.endswith("bus") else {})
-            label = None if place else name
-            axes.plot(number, place, linestyle="", markersize=9, label=label, **look)
+            axes.plot(number, place, linestyle="", markersize=9, label=None if place else name, **look)
             apart = {"xytext": (0, 13 if nth % 2 else -13), "textcoords": "offset points"}  # else they would touch
             axes.annotate(f"{number:,.0f}", (number, place), ha="center", va="center", **apart)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_yticks(range(len(rows)), ["\nand ".join(machines) for machines in rows.values()])
-    axes.set(ylim=(len(rows) - 0.7, -0.6), xlabel="tokens of a rank in a step, from which on computation lasts longer")
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="tokens of a rank in a step, from which on computation lasts longer")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
 
 
@@ -114,8 +113,7 @@ def token_weights(axes, tokens):
 
 def _log(axes, places):
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sorted(set(places)))
+    axes.set(yscale="log", xticks=sorted(set(places)))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())

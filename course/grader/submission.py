@@ -64,8 +64,7 @@ def engine_at(where, classes=()):
 def _check_methods(checked, where):
     """Check that the file defines all methods, except those of `common` and of the given modules."""
     for made in inspect.getmro(checked):
-        module = sys.modules.get(made.__module__)
-        given = made.__module__ in GIVEN and getattr(module, made.__name__, None) is made
+        given = made.__module__ in GIVEN and getattr(sys.modules.get(made.__module__), made.__name__, None) is made
         if given or made.__module__.startswith("common."):
             continue
         for name, method in vars(made).items():

@@ -195,8 +195,7 @@ class Recorder:
         """The disk is about to read or to write a place."""
         if called.self in self.held.places:
             self.flush()
-            letters = self.held.lent if name == "_read" else self.held.written
-            letters[self.held.places[called.self]] = UNDER_WAY
+            (self.held.lent if name == "_read" else self.held.written)[self.held.places[called.self]] = UNDER_WAY
 
     def _asked(self, name, called, _):
         if called.self in self.held.places:

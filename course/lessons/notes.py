@@ -36,8 +36,7 @@ def note(pair, before, after, reasons):
     else:
         how = {"Memory": _taken, "Sends": partial(_counted, False), "Moves": partial(_counted, True)}
         lines = {what: _beside(pair, said, before, after) for what, said in how.items()}
-    told = {what: line for what, line in lines.items() if line != NOTHING}
-    return {"Why": why[:1].upper() + why[1:], **told}
+    return {"Why": why[:1].upper() + why[1:], **{what: line for what, line in lines.items() if line != NOTHING}}
 
 
 def _foreseen(name, before, after):

@@ -53,9 +53,8 @@ class Source:
         self.schedule = {section.name for section in self.sections if NAMED.match(section.docstring)}
         self.schedule.update(name for names in PHASE.findall(self.table) for name in names.split(", "))
         page = file.parents[1] / PAGES.get(name, f"{file.parent.name}/README.md")
-        since = CHANGES % WAITING.get(before, "").lower()
         said = page.read_text() if page.exists() else ""  # an exercise has none
-        changes = re.search(since, said + "\n\n", re.MULTILINE | re.DOTALL)
+        changes = re.search(CHANGES % WAITING.get(before, "").lower(), said + "\n\n", re.MULTILINE | re.DOTALL)
         # [(what, why)], the list in the section "What changes from" of the engine's page.
         self._changes = [(what, " ".join(why.split())) for what, why in CHANGE.findall(changes[1] if changes else "")]
 

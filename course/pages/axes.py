@@ -84,8 +84,7 @@ def order(world, name, micro_batches):
     group = {"process_group": grid["data"].get_group(), "model_parallel": axes}
     engine = find_engine("stage1_os")(model, ADAMW, init=models.initial_values(0), **group)
     stage = Recorded(engine, 1)
-    loss_of = pipeline.mean(models.loss, micro_batches)
-    schedule = SCHEDULES[name](stage, micro_batches, loss_of, scale_grads=False)
+    schedule = SCHEDULES[name](stage, micro_batches, pipeline.mean(models.loss, micro_batches), scale_grads=False)
     inputs, targets = model.inputs_and_targets(Batches(load_text(), model.window, micro_batches).of(0, 0, 1))
     schedule.step(*[inputs][: stage.is_first], target=targets if stage.is_last else None, losses=[])
     engine.step()

@@ -89,8 +89,7 @@ class Comparison:
 
     def _agree(self, fault, step=None):
         """Raise `Mistake` on all ranks if one has found a fault."""
-        found = self.reference.comm.gather_objects(fault)
-        for rank, said in enumerate(found):
+        for rank, said in enumerate(self.reference.comm.gather_objects(fault)):
             if said:
                 raise Mistake(("" if step is None else f"in step {step + 1}, ") + f"on rank {rank}: {said}")
 
@@ -119,8 +118,7 @@ class Comparison:
         units = getattr(self.engine, "units", None)
         if units is not None:
             return next(filter(None, map(fault_of_unit, units)), None)
-        theirs = storages(self.module.parameters())
-        if not storages(stepped_by(self.engine)) <= theirs:
+        if not storages(stepped_by(self.engine)) <= storages(self.module.parameters()):
             return SENTENCES["copy"]
         return None
 

@@ -2,7 +2,7 @@
 
 Read this afterwards.
 
-`a()` to `e()` make an engine's class: a stage's, with one wrong method. TRUTHS, from faults.toml, say what is wrong, on
+FAULTS have an engine's class each: a stage's, with one wrong method. TRUTHS, from faults.toml, say what is wrong, on
 which rank and where, and `check` compares a student's answers with them.
 """
 
@@ -20,73 +20,47 @@ KINDS = FOUND.pop("kinds")
 TRUTHS = {letter: SimpleNamespace(**truth) for letter, truth in FOUND.items()}
 
 
-def a():
-    """Stage 2."""
-
-    class Engine(find_engine("stage2_grad")):
-        def gather(self, bucket):
-            if (self.rank, bucket.name) != (TRUTHS["a"].rank, TRUTHS["a"].place):
-                super().gather(bucket)
-
-    return Engine
+class A(find_engine("stage2_grad")):
+    def gather(self, bucket):
+        if (self.rank, bucket.name) != (TRUTHS["a"].rank, TRUTHS["a"].place):
+            super().gather(bucket)
 
 
-def b():
-    """Stage 3."""
-
-    class Engine(find_engine("stage3_param")):
-        def unshard(self, unit, order):
-            super().unshard(unit, order)
-            place = TRUTHS["b"].place
-            if self.rank == TRUTHS["b"].rank and self.updates and self.state.records:
-                for bucket in unit.buckets:
-                    if place in bucket.members:
-                        bucket.members[place].data = bucket.values.freed[place]
-
-    return Engine
+class B(find_engine("stage3_param")):
+    def unshard(self, unit, order):
+        super().unshard(unit, order)
+        place = TRUTHS["b"].place
+        if self.rank == TRUTHS["b"].rank and self.updates and self.state.records:
+            for bucket in (bucket for bucket in unit.buckets if place in bucket.members):
+                bucket.members[place].data = bucket.values.freed[place]
 
 
-def c():
-    """Stage 2."""
-
-    class Engine(find_engine("stage2_grad")):
-        def reduce(self, bucket):
-            self.allocate_gradients(bucket)
-            if (self.rank, bucket.name) == (TRUTHS["c"].rank, TRUTHS["c"].place):
-                self.seen = [*getattr(self, "seen", ()), bucket.local_gradients]
-            super().reduce(bucket)
-
-    return Engine
+class C(find_engine("stage2_grad")):
+    def reduce(self, bucket):
+        self.allocate_gradients(bucket)
+        if (self.rank, bucket.name) == (TRUTHS["c"].rank, TRUTHS["c"].place):
+            self.seen = [*getattr(self, "seen", ()), bucket.local_gradients]
+        super().reduce(bucket)
 
 
-def d():
-    """Stage 1."""
-
-    class Engine(find_engine("stage1_os")):
-        def finish_backward(self):
-            super().finish_backward()
-            for bucket in self.buckets:
-                bucket.optimizer_shard.mean.div_(self.world_size)
-
-    return Engine
+class D(find_engine("stage1_os")):
+    def finish_backward(self):
+        super().finish_backward()
+        for bucket in self.buckets:
+            bucket.optimizer_shard.mean.div_(self.world_size)
 
 
-def e():
-    """Stage 1."""
-
-    class Engine(find_engine("stage1_os")):
-        def update(self):
-            for bucket in self.buckets:
-                late = (self.rank, bucket.name) == (TRUTHS["e"].rank, TRUTHS["e"].place)
-                if not late:
-                    self.step_shard(bucket.optimizer_shard)
-                self.gather(bucket)
-                if late:
-                    self.synchronize()
-                    self.step_shard(bucket.optimizer_shard)
-            self.synchronize()
-
-    return Engine
+class E(find_engine("stage1_os")):
+    def update(self):
+        for bucket in self.buckets:
+            late = (self.rank, bucket.name) == (TRUTHS["e"].rank, TRUTHS["e"].place)
+            if not late:
+                self.step_shard(bucket.optimizer_shard)
+            self.gather(bucket)
+            if late:
+                self.synchronize()
+                self.step_shard(bucket.optimizer_shard)
+        self.synchronize()
 
 
 FORMS = {
@@ -94,7 +68,7 @@ FORMS = {
     "rank": Form(f'a rank, or "{EVERY}"', lambda answer: answer == EVERY or is_number(answer)),
     "place": NAME,
 }
-FAULTS = {"a": a, "b": b, "c": c, "d": d, "e": e}
+FAULTS = {"a": A, "b": B, "c": C, "d": D, "e": E}
 
 
 @asks(by_name(FAULTS), str)

@@ -92,8 +92,7 @@ def sent_accumulating(formula, ranks, k, counted):
     """Hold `formula(n, numel, k)`, bytes that stage 2 sends in k micro-batches, against counted {collective: bytes}."""
     whole = counted["all_gather"]  # once, of all parameters
     numel = whole * ranks / (ranks - 1) / 4  # with padding
-    answer = formula(ranks, numel, k)
-    print(judged("sent_accumulating", answer, sum(counted.values()), k=k, whole=whole, numel=numel))
+    print(judged("sent_accumulating", formula(ranks, numel, k), sum(counted.values()), k=k, whole=whole, numel=numel))
 
 
 @asks(NUMBER)

@@ -105,8 +105,7 @@ def check_crossover(formula):
     ):
         speed = machine.flops[2] * machine.fraction
         answer, truth = formula(per_parameter, speed, rate), per_parameter * speed / (6 * rate)
-        said = judged("crossover", answer, truth, bytes_each=per_parameter, flops=speed, link=rate)
-        print(f"{name}: {said}")
+        print(f"{name}: {judged('crossover', answer, truth, bytes_each=per_parameter, flops=speed, link=rate)}")
 
 
 @asks(by_name(CASES))

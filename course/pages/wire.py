@@ -251,8 +251,7 @@ def check_leaving(formula, counts, nbytes):
     for way, matrix in counts.items():
         n = len(matrix)
         for p in (1, 2):
-            truth = max(leaving_nodes(matrix, p))
-            said = judged("leaving", formula(way, n, p, nbytes), truth, WITHIN, MB, n=n, p=p)
+            said = judged("leaving", formula(way, n, p, nbytes), max(leaving_nodes(matrix, p)), WITHIN, MB, n=n, p=p)
             print(f"{way}, nodes of {p}: {said}")
 
 
