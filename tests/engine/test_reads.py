@@ -6,7 +6,10 @@ import functools
 import itertools
 import re
 
+import offloaded
 import pytest
+import quantized
+import replicated
 import torch
 import torch.nn.functional as F
 from late_lanes import on_lane
@@ -15,6 +18,7 @@ from torch import nn
 from training import STAGES, inputs, make_engine, message_in_step, message_of, same_bits, small_engine, train_step
 from trap_models import CASES, WIDTH, Appending, Net, Rooted, loss, net, run_appending, step
 
+from common.engine import EngineBase
 from common.loop import sha256
 from common.measure.memory import Timeline
 
@@ -79,6 +83,27 @@ def digests(world, engine, lane, part):
 @pytest.mark.parametrize(("name", "part"), LATE)
 def test_a_late_lane_changes_no_bit(world, name, lane, part):
     assert digests(world, name, lane, part) == digests(world, "baseline:AverageAfterBackward", None, part)
+
+
+DERIVED = [
+    f"{module.__name__}:{name}"
+    for module in (offloaded, quantized, replicated)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, EngineBase) and kind.__module__ == module.__name__
+]
+
+
+@pytest.mark.parametrize("lane", ["late", "drowsy"])
+@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.ranks(2, 4)
+def test_a_late_lane_changes_no_bit_of_what_derives_from_a_stage(world, name, lane):
+    ends = []
+    for how in (contextlib.nullcontext(), on_lane(lane, world.rank)):
+        with how:
+            made = make_engine(name, precision="bf16", clip_norm=0.5)
+            losses = [train_step(made, world, step) for step in range(3)]
+            ends.append((losses, sha256(made.full_state_dict())))
+    assert ends[0] == ends[1]
 
 
 # ---- stage 3: modules that run without their unit -------------------------------------------------------------------

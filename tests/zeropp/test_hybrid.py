@@ -99,9 +99,10 @@ def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(world, pre
 # ---- NCCL's schedules, by gloo ------------------------------------------------------------------------------------
 
 
-def trained_by(world, name, **path):
-    """Train two steps of two micro-batches, the first under no_sync, on these paths of the collectives."""
-    made = make_engine(name, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+def trained_by(world, name, *, defer=False, **path):
+    """Train two steps of two micro-batches, the first under no_sync; in two nodes on these paths of the collectives."""
+    nodes = {"ranks_per_node": world.size // 2, "defer_all_reduce": defer} if path else {}
+    made = make_engine(name, optimizer=functools.partial(torch.optim.SGD, lr=0.1), **nodes)
     for comm in (made.comm, made.chain, made.chain.inside) if path else ():
         vars(comm).update(path)
     for step in range(2):
@@ -116,13 +117,16 @@ def trained_by(world, name, **path):
     return weights
 
 
+@pytest.mark.ranks(4, 8)
 def test_with_deterministic_the_bits_are_gloos(world):
-    assert same_bits(trained_by(world, "replicated:Pairs", point_to_point=False), trained_by(world, "stage3_param"))
+    assert same_bits(trained_by(world, "zeropp.hybrid", point_to_point=False), trained_by(world, "stage3_param"))
 
 
-@pytest.mark.parametrize("nodes", ["Pairs", "Deferred"])
-def test_in_nccls_own_order_replicas_stay_alike_and_near_stage_3(world, nodes):
-    ours, stage3 = trained_by(world, f"replicated:{nodes}", ordered=False), trained_by(world, "stage3_param")
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.ranks(4, 8)
+def test_in_nccls_own_order_replicas_stay_alike_and_near_stage_3(world, defer):
+    path = {"point_to_point": False, "ordered": False}
+    ours, stage3 = trained_by(world, "zeropp.hybrid", defer=defer, **path), trained_by(world, "stage3_param")
     assert all(torch.allclose(weights, ours[name], rtol=0, atol=1e-5) for name, weights in stage3.items())
 
 

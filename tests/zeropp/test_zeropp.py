@@ -347,12 +347,6 @@ def test_no_parameter_sets_the_step_of_another_and_small_or_kept_ones_stay_exact
             assert ((gradients[name] - of_it(seen[name])).abs() <= largest * (1.1 * coarse / 7 + rounding)).all(), name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="late lanes have no streams")
-@pytest.mark.parametrize("name", ["quantized:All", "replicated:Pairs"])
-def test_late_lanes_change_no_bit(world, tmp_path, name):
-    assert probes.no_bit_depends_on_when_the_lane_runs(world, name, str(tmp_path)) == []
-
-
 # ---- validation ---------------------------------------------------------------------------------------------------
 
 
