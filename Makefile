@@ -10,7 +10,7 @@
 # make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
 #                 by the Python that has torch: PYTHON=python3. Up to four ranks
 #                 share a GPU if there are too few. One H100 has run parts of it
-# make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. It
+# make gpu-check  try this machine's GPUs, in half an hour: common/GPUS.md. It
 #                 writes gpu-check.md, a page to post. PYTHON=python3
 # make papers     run the papers' numbers: each beside what the engines count
 # make scores     hold other libraries to the suite, in about half an hour; writes

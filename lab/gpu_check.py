@@ -1,11 +1,15 @@
-"""`python -m lab.gpu_check`: the first forty minutes on a GPU, in the order that finds most faults soonest.
+"""`python -m lab.gpu_check`: the first hour on a GPU, in the order that finds most faults soonest.
 
-Each check is a row of common/GPUS.md, which says what to expect and what a failure means. All run, even after a
-failure, and one report has the commands, how they ended and what they printed last: `make gpu-check`.
+Each check is a row of common/GPUS.md, which says what to expect and what a failure means. A check is a process of its
+own, beside others if the GPU's memory and the CPUs allow it; all run, even after a failure. What has passed on such a
+GPU is skipped as long as its code is the same; what has not run comes first. One report has what each printed last, of
+earlier calls too: it is written anew whenever a check begins or ends, so it is whole if a call is cut short.
 """
 
 import gc
+import hashlib
 import json
+import math
 import os
 import platform
 import random
@@ -17,9 +21,11 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +34,7 @@ from common import models
 from common.engines import ENGINES, STAGES, find_engine
 from common.errors import InputError
 from common.loop import finish, train_step
-from common.measure.hardware import commit, hardware
+from common.measure.hardware import available, commit, cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.tables import Table
 from common.outputs import ROOT, check_output, one_line_errors, parser_of, write_text
@@ -39,12 +45,11 @@ from lab.simulate.own import LANDMARKS
 from lab.simulate.world import Setting, simulate
 
 MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second is large enough for its tensors to outweigh the libraries
-LAST = 3000  # characters of a command's output in the report
+LAST = 3000  # characters of a check's output in the report
 WATCHED = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
 WATCHED |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000"}  # after a time-out NCCL's watchdog waits four times as long
 SOON = 70  # seconds in which all ranks must end after one has
-plain = {}  # way -> {engine: digest} of one rank, without anything that helps
 SIMULATED = [(model, None, name) for model in ("gpt-124m", "gpt2-1.5b") for name in ("stage0_ddp", "stage3_param")]
 SIMULATED += [("gpt2-1.5b", "non-reentrant", "stage3_param")]  # model, activation checkpoints, engine
 WAYS = {"fp32": [], "bf16": ["--precision", "bf16"], "fp16": ["--precision", "fp16"], "clipped": ["--clip-norm", "1"]}
@@ -52,59 +57,130 @@ WAYS = {"fp32": [], "bf16": ["--precision", "bf16"], "fp16": ["--precision", "fp
 
 @one_line_errors()
 def main(arguments=None):
-    """Parse the arguments, run the checks, write the report; exit with 1 if one failed."""
+    """Parse the arguments, run the checks that are due, write the report; exit with 1 if one has not passed."""
     parser = parser_of("lab.gpu_check", __doc__)
     parser.add_argument("--only", metavar="CHECKS", help=f"comma-separated, of: {', '.join(CHECKS)} (default: all)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after these, the rest is for another call")
+    parser.add_argument("--rehearse", action="store_true", help="on CPU ranks, what needs no GPU")
     parser.add_argument("--report", default="gpu-check.md", help="a page to post (default: %(default)s)")
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else list(CHECKS)
     if unknown := sorted(set(names) - set(CHECKS)):
         raise InputError(f"--only {unknown[0]}: there is no such check; choose from: {', '.join(CHECKS)}")
     check_output("--report", options.report)
-    if not torch.cuda.is_available():
-        raise InputError("torch finds no GPU here, so there is nothing to check")
+    if not (options.rehearse or torch.cuda.is_available()):
+        raise InputError("torch finds no GPU here, so there is nothing to check; --rehearse takes CPU ranks")
     os.environ.update(WATCHED)  # and so of all ranks
-    found = []
-    for name in names:
-        found.append(checked(name))
-        write_text(options.report, page(found))  # of the checks so far
+    report, names = Report(options.report), [name for name in names if not (options.rehearse and name in ON_A_GPU)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # a time limit's first word
+    run(names, report, options.minutes)
     print(f"the report is {options.report}")
-    if not all(check["passed"] for check in found):
-        sys.exit(1)
+    sys.exit(bool(report.due(names)))
 
 
-def checked(name):
-    """Run one check: {"name", "passed", "seconds", "said"}."""
+class Check(NamedTuple):
+    """A check of common/ and of other rooms, which are folders or files."""
+
+    call: Callable  # returns whether it passed, and what to show
+    minutes: float  # that it takes beside others
+    gb: float  # of the GPU's memory; ALONE if it measures times
+    rooms: tuple = ()
+
+
+class Report:
+    """What has run on hardware like this: a page to post, and beside it a JSON file that the next call reads.
+
+    Attributes:
+        rows: {check: {"passed", "seconds", "said", "code", "commit", "hardware"}}; passed is None without an end.
+    """
+
+    def __init__(self, path):
+        self._page, self._json = Path(path), Path(path).with_suffix(".json")
+        self.hardware = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        before = json.loads(self._json.read_text()) if self._json.exists() else {}
+        self.rows = {name: row for name, row in before.items() if name in CHECKS and row["hardware"] == self.hardware}
+
+    def due(self, names):
+        """The checks to run: first those that have not run to their end or failed, then those whose code changed."""
+        passed = {name: row["code"] for name, row in self.rows.items() if row["passed"]}
+        return sorted((name for name in names if passed.get(name) != code_of(name)), key=passed.__contains__)
+
+    def note(self, name, passed=None, seconds=0.0, said=""):
+        """Note how far a check is, and write both files; never half of one, even if this process is killed."""
+        row = {"passed": passed, "seconds": seconds, "said": said, "code": code_of(name)}
+        self.rows[name] = {**row, "commit": commit(), "hardware": self.hardware}
+        for path, text in ((self._json, json.dumps(self.rows, indent=2) + "\n"), (self._page, self.page())):
+            write_text(f"{path}.part", text)
+            os.replace(f"{path}.part", path)
+
+    def page(self):
+        """The report, in Markdown."""
+        title = f"# GPU check\n\n{self.hardware}; commit {commit()}. common/GPUS.md tells what each row means.\n\n"
+        words = {True: "passed", False: "**failed**", None: "cut short"}
+        rows = [(name, words[row["passed"]], f"{row['seconds']:.0f}", row["commit"]) for name, row in self.rows.items()]
+        rows += [(name, "not run", "", "") for name in CHECKS if name not in self.rows]
+        said = "".join(f"\n## {name}\n\n```\n{row['said']}\n```\n" for name, row in self.rows.items())
+        return f"{title}{Table('', ('check', '', 's', 'commit'), rows, words=(0, 1, 3)).markdown()}\n{said}"
+
+
+def code_of(name):
+    """A digest of what a check runs: while it is the same, what has passed need not run again."""
+    rooms = [ROOT / room for room in ("common", *CHECKS[name].rooms)]
+    files = sorted(file for room in rooms for file in (room, *room.rglob("*.py")) if file.is_file())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def run(names, report, minutes=math.inf):
+    """Run the checks that are due, in order, side by side as far as the GPU's memory and the CPUs allow it.
+
+    One begins only if it is likely to end within `minutes`; what runs then is stopped.
+    """
+    due, running, end = report.due(names), {}, time.monotonic() + 60 * minutes
+    gb = (torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else available()) / 1e9
+
+    def close(name, passed):
+        _, began, output = running.pop(name)
+        output.seek(0)
+        report.note(name, passed, time.monotonic() - began, output.read().decode(errors="replace")[-LAST:].strip())
+        print(f"{name}: {'passed' if passed else 'NOT passed'}", flush=True)
+
+    try:
+        while (due or running) and time.monotonic() < end:
+            due = [name for name in due if time.monotonic() + 60 * CHECKS[name].minutes <= end]
+            needed = sum(CHECKS[name].gb for name in (*running, *due[:1]))
+            if due and (not running or (needed <= gb and len(running) < cpus() // 2)):
+                running[due[0]] = begun(due[0])
+                report.note(due.pop(0))
+            for name in [name for name, (process, *_) in running.items() if process.poll() is not None]:
+                close(name, running[name][0].returncode == 0)
+            time.sleep(0.1)
+    finally:
+        for name in list(running):
+            os.killpg(running[name][0].pid, signal.SIGKILL)  # its ranks, too
+            running[name][0].wait()
+            close(name, None)
+
+
+def begun(name):
+    """Begin a check. Returns its process, when that was, and the file of what it prints."""
     print(f"{name} ...", flush=True)
-    began, passed = time.monotonic(), False
-    try:
-        passed, said = CHECKS[name]()
-    except Exception as error:  # the others run all the same
-        said = f"{type(error).__name__}: {error}"
-    found = {"name": name, "passed": passed, "seconds": time.monotonic() - began, "said": said}
-    print(f"{name}: {'passed' if passed else 'FAILED'}, {found['seconds']:.0f} s", flush=True)
-    return found
+    output, code = tempfile.TemporaryFile(), f"from lab import gpu_check; gpu_check.tell({name!r})"  # noqa: SIM115
+    how = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **how), time.monotonic(), output
 
 
-def page(found):
-    """The report, in Markdown."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    title = f"# GPU check\n\n{hardware(device)}; commit {commit()}. common/GPUS.md tells what each row means.\n\n"
-    rows = [(f["name"], "passed" if f["passed"] else "**failed**", f"{f['seconds']:.0f}") for f in found]
-    said = "".join(f"\n## {check['name']}\n\n```\n{check['said']}\n```\n" for check in found)
-    return f"{title}{Table('', ('check', '', 's'), rows, words=(0, 1)).markdown()}\n{said}"
+def tell(name):
+    """Make a check in this process and print what it shows; exit with 1 unless it passed."""
+    passed, said = CHECKS[name].call()
+    print(said, flush=True)
+    sys.exit(not passed)
 
 
-def ran(*command, minutes=10, **environment):
+def ran(*command, **environment):
     """Run a Python command. Returns whether it ended with status 0, and what it printed."""
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    running = subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, **output)
-    try:
-        said, late = running.communicate(timeout=60 * minutes)[0], ""
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)  # its ranks, too
-        said, late = running.communicate()[0], f"no end in {minutes} minutes\n"
-    return running.returncode == 0, f"$ python {' '.join(command)}\n{late}{said[-LAST:]}"
+    environment, how = {**os.environ, **environment}, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([sys.executable, *command], check=False, cwd=ROOT, env=environment, text=True, **how)
+    return done.returncode == 0, f"$ python {' '.join(command)}\n{done.stdout[-LAST:]}"
 
 
 # ---- the checks: each returns whether it passed, and what to show ---------------------------------------------------
@@ -113,24 +189,25 @@ def ran(*command, minutes=10, **environment):
 def versions():
     """What this machine is."""
     said = [platform.platform(), f"Python {platform.python_version()}, torch {torch.__version__}"]
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    said.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        said.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
     with suppress(FileNotFoundError):  # some containers have none
         said.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
     return True, "\n".join(said)
 
 
-def digests(nproc, **environment):
+def digests(nproc, ways=tuple(WAYS), **environment):
     """All engines, five steps in each precision: whether they keep their promises.
 
     Stages 0 to 3 have one digest, as `lab.compare` checks, and so have the two engines that step on the host.
     Also returns what to show, and {way: {engine: digest}}.
     """
     passed, said, ends = True, [], {}
-    for way, options in WAYS.items():
+    for way in ways:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "all.json")
-            command = ["-m", "lab.compare", "--nproc", str(nproc), "--oversubscribe", "--deterministic", *options]
+            command = ["-m", "lab.compare", "--nproc", str(nproc), "--oversubscribe", "--deterministic", *WAYS[way]]
             trained = ["--model", MODEL, "--batch", "8", "--steps", "5"]
             kept, printed = ran(*command, *trained, "--json", str(file), **environment)
             rows = json.loads(file.read_text())["rows"] if file.exists() else []
@@ -140,20 +217,12 @@ def digests(nproc, **environment):
     return passed, "\n".join(said), ends
 
 
-def of_one_rank():
-    """The digests that others must equal."""
-    passed, said, ends = digests(1)
-    plain.update(ends)
-    return passed, said
-
-
 def alike(**environment):
-    """The digests of one rank once more, in an environment that exposes a missing wait: none changes."""
-    if not plain:
-        of_one_rank()
-    passed, said, ends = digests(1, **environment)
-    differ = [way for way in WAYS if plain[way] != ends[way]]
-    return passed and not differ, f"{environment}\n{said}" + (f"\nnot as without: {differ}" if differ else "")
+    """The digests of one rank without and with an environment that exposes a missing wait: none changes."""
+    ways = ("fp32", "bf16")
+    (kept, plain, ends), (passed, said, others) = digests(1, ways), digests(1, ways, **environment)
+    differ = [way for way in ways if ends[way] != others[way]]
+    return kept and passed and not differ, f"{plain}\n{environment}\n{said}\nnot as without: {differ or 'none'}"
 
 
 def in_a_world(function):
@@ -303,19 +372,34 @@ def drills():
     return passed, "\n".join(said)
 
 
-SUITE = ["tests/any_engine", "tests/engine", "tests/zeropp", "tests/offload"]
+def suite(*paths):
+    """Tests of the suite."""
+    return partial(ran, "-m", "pytest", "-q", "--maxfail", "30", *(f"tests/{path}" for path in paths))
+
+
+ALONE = math.inf
+ON_A_GPU = ("turns", "syncs", "memory", "simulated")  # read its counters and times; the suite rehearses them
+ROOMS = (*STAGES, "offload", "zeropp")
+TESTED = (*ROOMS, "tests/support")
 CHECKS = {
-    "versions": versions,
-    "digests": of_one_rank,
-    "sanitizer": partial(alike, TORCH_CUDA_SANITIZER="1"),
-    "blocking": partial(alike, CUDA_LAUNCH_BLOCKING="1"),
-    "two-ranks": lambda: digests(2)[:2],
-    "syncs": partial(in_a_world, count_syncs),
-    "memory": partial(in_a_world, look_at_memory),
-    "simulated": partial(in_a_world, beside_simulation),
-    "drills": drills,
-    "suite": partial(ran, "-m", "pytest", "-q", "--maxfail", "30", *SUITE, minutes=15),
-    "turns": partial(in_a_world, in_turns),
+    "versions": Check(versions, 0.5, 1),
+    "turns": Check(partial(in_a_world, in_turns), 2, ALONE, (*STAGES, "interop/peers", "lab/gpu_check.py")),
+    "minimal": Check(suite("stages/test_minimal.py"), 3, 4, (*TESTED, "tests/stages")),
+    "words": Check(suite("interop/test_deepspeed.py"), 4, 4, (*TESTED, "interop", "tests/interop")),
+    "sanitizer": Check(partial(alike, TORCH_CUDA_SANITIZER="1"), 5, 6, (*ROOMS, "lab/compare.py")),
+    "zeropp": Check(suite("zeropp"), 6, 8, (*TESTED, "tests/zeropp")),
+    "muon": Check(suite("engine/test_muon.py", "engine/test_matrices.py"), 4, 4, (*TESTED, "tests/engine")),
+    "parallel": Check(suite("parallel"), 6, 8, (*TESTED, "parallel", "tests/parallel")),
+    "offload": Check(suite("offload"), 6, 8, (*TESTED, "tests/offload")),
+    "digests": Check(lambda: digests(1)[:2], 4, 6, (*ROOMS, "lab/compare.py")),
+    "blocking": Check(partial(alike, CUDA_LAUNCH_BLOCKING="1"), 5, 6, (*ROOMS, "lab/compare.py")),
+    "two-ranks": Check(lambda: digests(2)[:2], 4, 8, (*ROOMS, "lab/compare.py")),
+    "syncs": Check(partial(in_a_world, count_syncs), 1, 2, STAGES),
+    "memory": Check(partial(in_a_world, look_at_memory), 3, 6, ROOMS),
+    "simulated": Check(partial(in_a_world, beside_simulation), 4, 60, (*STAGES, "lab/simulate")),
+    "drills": Check(drills, 4, 4, ("stage2_grad",)),
+    "any_engine": Check(suite("any_engine"), 6, 8, (*TESTED, "tests/any_engine")),
+    "engine": Check(suite("engine"), 8, 8, (*TESTED, "tests/engine")),
 }
 
 

@@ -8,23 +8,29 @@ dispatched, less what a loop without any engine dispatches. torch's DDP and FSDP
     launches      operations that write memory: copies, additions, the optimizer's; views and empty tensors are none
     copies        the launches that move values from one tensor to another
     syncs         numbers that the host asks for: on a GPU it waits for all that was launched before
+    allocations   operations that make memory, and freed storages that grow again; `outlive` counts what the step leaves
+    host_tasks    steps of the host and blocks of a disk, on threads
 
 Kernels that torch launches within an operation are not seen: a fused optimizer's step counts as one. zeropp's packing
 is counted operation by operation, as a CPU runs it; on a GPU torch.compile makes two kernels of ten.
 
-A second table has the Python functions that a step of gpt-nano calls on one rank, by what they are for: between two
-kernels a GPU waits for them.
+A second table has what stands in the way of capturing the step in a CUDA graph, which replays the same kernels at the
+same addresses without the host: its waits and tasks, and what outlives the step that made it. A third has the Python
+functions that a step of gpt-nano calls on one rank, by what they are for: between two kernels a GPU waits for them.
 """
 
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common import models
 from common.engines import ENGINES, find_engine
@@ -58,11 +64,11 @@ SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class Counts(TorchDispatchMode):
-    """Counts what is dispatched: {"all_gather": n, ..., "launches": n, "copies": n, "syncs": n}."""
+    """Counts what is dispatched, {"all_gather": n, ..., "launches": n, "copies": n, "syncs": n}, and what it leaves."""
 
     def __init__(self):
         super().__init__()
-        self.found = Counter()
+        self.found, self._made = Counter(), []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name
@@ -74,7 +80,38 @@ class Counts(TorchDispatchMode):
         elif space != "profiler" and not (function.is_view or short.startswith(NO_LAUNCHES)):
             self.found["launches"] += 1
             self.found["copies"] += short.removeprefix("aten::") in COPIES
-        return function(*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        before = {storage._cdata for storage in storages_of((args, kwargs))}
+        made = [made for made in storages_of(out) if made._cdata not in before and made.nbytes()]
+        self.found["allocations"] += len(made)
+        self._made += map(StorageWeakRef, made)
+        return out
+
+    @contextmanager
+    def of_a_step(self):
+        """A context in which storages that grow and tasks of the host are counted, too."""
+        resize, submit, grown = torch.UntypedStorage.resize_, lanes.SimulatedLane.submit, {}
+
+        def resized(storage, nbytes):
+            if nbytes > storage.nbytes():
+                self.found["allocations"] += 1
+                grown[storage._cdata] = storage
+            return resize(storage, nbytes)
+
+        def submitted(lane, *work):
+            self.found["host_tasks"] += lane._name in (*lanes.OF_THE_HOST, "disk")
+            return submit(lane, *work)
+
+        grows = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        with self, grows, mock.patch.object(lanes.SimulatedLane, "submit", submitted):
+            yield
+        self.found["outlive"] = sum(not made.expired() for made in self._made)
+        self.found["outlive"] += sum(storage.nbytes() > 0 for storage in grown.values())
+
+
+def storages_of(values):
+    """The storages of all tensors in nested lists, tuples and dicts."""
+    return [value.untyped_storage() for value in tree_leaves(values) if torch.is_tensor(value)]
 
 
 @one_line_errors()
@@ -82,7 +119,7 @@ def main(arguments=None):
     """Parse the arguments, count, show and write the results."""
     options = asked(parser_of("lab.gpu_counts", __doc__), arguments)
     results = count_all()
-    publish(options, results, [table(results), python_table(results)])
+    publish(options, results, [table(results), capture_table(results), python_table(results)])
 
 
 def count_all():
@@ -97,7 +134,7 @@ def count_all():
         python = {name: world.run(python_calls, BESIDE.get(name, name))[0] for name in found}
     for name, (row, clipped) in found.items():
         row["launches_in_all"] = row["launches"]
-        row |= {what: row[what] - bare[what] for what in ("launches", "copies")}
+        row |= {what: row[what] - bare[what] for what in ("launches", "copies", "allocations")}
         rows.append({"engine": name, **row, "syncs_clipping": clipped["syncs"], "python": python[name]})
     return {"blocks": BLOCKS, "world_size": RANKS, "rows": rows}
 
@@ -146,29 +183,38 @@ def of_a_step(world, make, options):
             part.backend = "nccl"  # which divides by itself
     windows = torch.randint(256, (1, model.window), dtype=torch.uint8)
     for _ in range(STEPS):
-        with Counts() as counts:
+        counts = Counts()
+        with counts.of_a_step():
             train_step(engine, [model.inputs_and_targets(windows)])
-    return {**dict.fromkeys(("launches", "copies", "syncs"), 0), **counts.found}
+    return {**dict.fromkeys(("launches", "copies", "syncs", "host_tasks"), 0), **counts.found}
 
 
 def table(results):
     """A row for each engine."""
     title = f"A step of a GPT of {results['blocks']} blocks on one of {results['world_size']} ranks, fp32"
-    kinds = [kind for kind in COLLECTIVES.values() if any(row.get(kind) for row in results["rows"])]
-    header = ("", *kinds, "launches", "of them copies", "syncs", "syncs, clipping")
-    rows = []
-    for row in results["rows"]:
-        numbers = [row.get(kind, 0) for kind in kinds]
-        numbers += [row[what] for what in ("launches", "copies", "syncs", "syncs_clipping")]
-        rows.append((row["engine"], *(f"{number:,}" if number else "-" for number in numbers)))
-    return Table(title, header, rows)
+    whats = {kind: kind for kind in COLLECTIVES.values() if any(row.get(kind) for row in results["rows"])}
+    whats |= {"launches": "launches", "copies": "of them copies", "syncs": "syncs", "syncs_clipping": "syncs, clipping"}
+    return _shown(title, whats.values(), [(row["engine"], *map(row.get, whats)) for row in results["rows"]])
+
+
+def capture_table(results):
+    """What stands in the way of a CUDA graph, and all that is allocated."""
+    whats = {"syncs": "waits", "syncs_clipping": "waits, clipping", "host_tasks": "tasks of the host"}
+    whats |= {"outlive": "allocations that outlive the step", "allocations": "all allocations"}
+    rows = [(row["engine"], *map(row.get, whats)) for row in results["rows"]]
+    return _shown("What a CUDA graph of the same step would meet", whats.values(), rows)
 
 
 def python_table(results):
     """A row for each engine, a column for each purpose."""
     rows = [(row["engine"], sum(row["python"].values()), *row["python"].values()) for row in results["rows"]]
+    return _shown("Python functions that a step of gpt-nano calls on one rank, fp32", ("in all", *PURPOSES), rows)
+
+
+def _shown(title, header, rows):
+    """A Table of engines and their numbers."""
     cells = [(name, *(f"{number:,}" if number else "-" for number in numbers)) for name, *numbers in rows]
-    return Table("Python functions that a step of gpt-nano calls on one rank, fp32", ("", "in all", *PURPOSES), cells)
+    return Table(title, ("", *header), cells)
 
 
 if __name__ == "__main__":
