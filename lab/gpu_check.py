@@ -45,7 +45,7 @@ from lab.simulate.own import LANDMARKS
 from lab.simulate.world import Setting, simulate
 
 MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second is large enough for its tensors to outweigh the libraries
-LAST = 3000  # characters of a check's output in the report
+LAST = 3000  # characters of a command's output in the report; a check may show four
 WATCHED = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
 WATCHED |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000"}  # after a time-out NCCL's watchdog waits four times as long
@@ -141,7 +141,7 @@ def run(names, report, minutes=math.inf):
     def close(name, passed):
         _, began, output = running.pop(name)
         output.seek(0)
-        report.note(name, passed, time.monotonic() - began, output.read().decode(errors="replace")[-LAST:].strip())
+        report.note(name, passed, time.monotonic() - began, output.read().decode(errors="replace")[-4 * LAST :].strip())
         print(f"{name}: {'passed' if passed else 'NOT passed'}", flush=True)
 
     try:
@@ -378,7 +378,7 @@ def suite(*paths):
 
 
 ALONE = math.inf
-ON_A_GPU = ("turns", "syncs", "memory", "simulated")  # read its counters and times; the suite rehearses them
+ON_A_GPU = ("turns", "sanitizer", "syncs", "memory", "simulated")  # need one; the suite rehearses all but the sanitizer
 ROOMS = (*STAGES, "offload", "zeropp")
 TESTED = (*ROOMS, "tests/support")
 CHECKS = {
