@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,7 @@ LAST = 3000  # characters of a command's output in the report; a check may show 
 WATCHED = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
 WATCHED |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000"}  # after a time-out NCCL's watchdog waits four times as long
+WORDS = {True: "passed", False: "**failed**", None: "cut short"}
 SOON = 70  # seconds in which all ranks must end after one has
 SIMULATED = [(model, None, name) for model in ("gpt-124m", "gpt2-1.5b") for name in ("stage0_ddp", "stage3_param")]
 SIMULATED += [("gpt2-1.5b", "non-reentrant", "stage3_param")]  # model, activation checkpoints, engine
@@ -116,8 +118,7 @@ class Report:
     def page(self):
         """The report, in Markdown."""
         title = f"# GPU check\n\n{self.hardware}; commit {commit()}. common/GPUS.md tells what each row means.\n\n"
-        words = {True: "passed", False: "**failed**", None: "cut short"}
-        rows = [(name, words[row["passed"]], f"{row['seconds']:.0f}", row["commit"]) for name, row in self.rows.items()]
+        rows = [(name, WORDS[row["passed"]], f"{row['seconds']:.0f}", row["commit"]) for name, row in self.rows.items()]
         rows += [(name, "not run", "", "") for name in CHECKS if name not in self.rows]
         said = "".join(f"\n## {name}\n\n```\n{row['said']}\n```\n" for name, row in self.rows.items())
         return f"{title}{Table('', ('check', '', 's', 'commit'), rows, words=(0, 1, 3)).markdown()}\n{said}"
@@ -142,7 +143,7 @@ def run(names, report, minutes=math.inf):
         _, began, output = running.pop(name)
         output.seek(0)
         report.note(name, passed, time.monotonic() - began, output.read().decode(errors="replace")[-4 * LAST :].strip())
-        print(f"{name}: {'passed' if passed else 'NOT passed'}", flush=True)
+        print(f"{name}: {WORDS[passed]}", flush=True)
 
     try:
         while (due or running) and time.monotonic() < end:
@@ -171,9 +172,17 @@ def begun(name):
 
 def tell(name):
     """Make a check in this process and print what it shows; exit with 1 unless it passed."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     passed, said = CHECKS[name].call()
     print(said, flush=True)
     sys.exit(not passed)
+
+
+def _end_with(parent):
+    """End this check, its ranks too, as soon as its parent is gone: else it would work beside the next call's."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def ran(*command, **environment):
