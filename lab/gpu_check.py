@@ -118,7 +118,10 @@ class Report:
     def page(self):
         """The report, in Markdown."""
         title = f"# GPU check\n\n{self.hardware}; commit {commit()}. common/GPUS.md tells what each row means.\n\n"
-        rows = [(name, WORDS[row["passed"]], f"{row['seconds']:.0f}", row["commit"]) for name, row in self.rows.items()]
+        rows = []
+        for name, row in self.rows.items():
+            how = WORDS[row["passed"]] + ", before a change" * (row["code"] != code_of(name))
+            rows.append((name, how, f"{row['seconds']:.0f}", row["commit"]))
         rows += [(name, "not run", "", "") for name in CHECKS if name not in self.rows]
         said = "".join(f"\n## {name}\n\n```\n{row['said']}\n```\n" for name, row in self.rows.items())
         return f"{title}{Table('', ('check', '', 's', 'commit'), rows, words=(0, 1, 3)).markdown()}\n{said}"

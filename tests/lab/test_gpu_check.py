@@ -29,7 +29,8 @@ def run(monkeypatch, tmp_path):
 
     def run(checks, minutes=math.inf, gb=80):
         def begun(name):
-            output, how = tempfile.TemporaryFile(), {"start_new_session": True, "stderr": subprocess.STDOUT}  # noqa: SIM115
+            output = tempfile.TemporaryFile()  # noqa: SIM115
+            how = {"start_new_session": True, "stderr": subprocess.STDOUT}
             process = subprocess.Popen([sys.executable, "-c", checks[name][0]], stdout=output, **how)
             return process, time.monotonic(), output
 
@@ -54,12 +55,13 @@ def test_a_check_that_raises_is_one_that_failed_and_the_others_run(run, tmp_path
     assert "ZeroDivisionError: division by zero" in page and "all is well" in page
 
 
-def test_what_passed_is_skipped_until_its_code_changes_and_what_did_not_end_well_comes_first(run, monkeypatch):
+def test_what_passed_is_skipped_until_its_code_changes_and_what_did_not_is_first(run, monkeypatch, tmp_path):
     checks = {"old": (SAYS, 1, ALONE), "new": (RAISES, 1, ALONE)}
     run(checks)
     checks["old"] = (RAISES, 1, ALONE)
     assert run(checks)["old"]["passed"], "it is skipped"
     monkeypatch.setattr(gpu_check, "code_of", lambda name: "another")
+    assert "| old | passed, before a change |" in Report(tmp_path / "gpu-check.md").page()
     with mock.patch.object(Report, "note") as note:
         note.side_effect = InterruptedError  # at the first that begins
         with pytest.raises(InterruptedError):
