@@ -1,11 +1,12 @@
 """Optimizers that look at a whole matrix: parameters dealt to ranks whole, stepped by torch's own Muon."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
 import torch
-from muon import OPTIMIZER, by_engine, by_torch, muon_engine
+from muon import CUTTERS, OPTIMIZER, by_engine, by_torch, muon_engine
 from split_training import mesh
 from torch import nn
 from training import SEVEN, STAGES, make_engine, message_of, same_bits
@@ -15,16 +16,14 @@ from common.ranks.axes import Axes
 from interop.export import export_folder
 from interop.formats import from_dcp
 
-TAKERS = SEVEN
 LOOPS = {"plain": {}, "clipped": {"clip": 0.5}, "accumulated": {"number": 2}, "no_sync": {"number": 2, "no_sync": True}}
+WAYS = [*itertools.product(SEVEN, [*LOOPS][:3], (2, 3)), *itertools.product(STAGES[:2], ["no_sync"], (2, 3))]
+WAYS += itertools.product(CUTTERS, [*LOOPS][:3], (1, 2, 3, 4))
 
 
-WAYS = [(one, loop) for one in TAKERS for loop in LOOPS if loop != "no_sync" or one in STAGES[:2]]
-WAYS = [(*way, ranks) for way in WAYS for ranks in (2, 3)] + [("replicated:Pairs", "clipped", 4)]  # in two nodes
-
-
-@pytest.mark.parametrize(("one", "loop", "world"), WAYS, indirect=["world"])
+@pytest.mark.parametrize(("one", "loop", "world"), dict.fromkeys(WAYS), indirect=["world"])
 def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(world, one, loop):
+    """With 4 ranks hybrid sharding has 2 nodes of 2; with 1 and 3 each rank keeps everything."""
     how = dict(LOOPS[loop])
     made = muon_engine(one, clip_norm=how.get("clip"))
     before = made.predicted_model_state_bytes()
@@ -37,18 +36,22 @@ def test_an_engine_has_the_bits_of_torchs_muon_and_adamw(world, one, loop):
     assert before == measured["model_state_bytes"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("one", TAKERS[1:])
-def test_in_16_bit_master_weights_are_stepped_whole(world, one, precision):
-    (norms, weights, _), (expected, theirs, _) = (
-        by_engine(world, muon_engine(name, precision=precision), range(4)) for name in (one, "stage0_ddp")
+IN_16_BIT = [*itertools.product(SEVEN[1:], ("bf16", "fp16"), [2]), *itertools.product(CUTTERS, ["bf16"], (2, 4))]
+
+
+@pytest.mark.parametrize(("one", "precision", "world"), dict.fromkeys(IN_16_BIT), indirect=["world"])
+def test_in_16_bit_master_weights_are_stepped_whole_and_micro_batches_add_up(world, one, precision):
+    (norms, weights, (measured, predicted)), (expected, theirs, _) = (
+        by_engine(world, muon_engine(name, precision=precision, clip_norm=0.5), range(4), number=2)
+        for name in (one, "stage0_ddp")
     )
     assert norms == expected
     assert same_bits(weights, theirs)
+    assert measured == predicted
 
 
-def saved(world, folder):
-    made = muon_engine("stage1_os")
+def saved(world, one, folder):
+    made = muon_engine(one)
     by_engine(world, made, range(2))
     made.save(folder)
     return made.full_state_dict()
@@ -61,14 +64,17 @@ def resumed(world, one, folder, read=None):
     return made.full_state_dict(), by_engine(world, made, range(2, 4))[1]
 
 
-def test_what_stage_1_saves_every_engine_resumes_at_another_world_size_and_by_torchs_checkpoints(worlds, tmp_path):
-    weights = worlds(2).run(saved, tmp_path / "own")[0]
+@pytest.mark.parametrize(("source", "before", "after"), [("stage1_os", 2, 3), *((one, 4, 2) for one in CUTTERS)])
+def test_what_an_engine_saves_every_other_resumes_at_another_world_size_and_by_torchs_checkpoints(
+    worlds, tmp_path, source, before, after
+):
+    weights = worlds(before).run(saved, source, tmp_path / "own")[0]
     export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
-    expected = worlds(3).run(resumed, "stage0_ddp", tmp_path / "own")[0]
+    expected = worlds(after).run(resumed, "stage0_ddp", tmp_path / "own")[0]
     assert same_bits(expected[0], weights)
-    ways = [(one, tmp_path / "own") for one in TAKERS[1:]] + [("stage2_grad", tmp_path / "dcp", from_dcp.read)]
-    for way in ways:
-        assert all(map(same_bits, worlds(3).run(resumed, *way)[0], expected)), way
+    ways = [(other, tmp_path / "own") for other in (*STAGES[1:], "offload", *CUTTERS[1:])]
+    for way in [*ways, ("stage2_grad", tmp_path / "dcp", from_dcp.read)]:
+        assert all(map(same_bits, worlds(after).run(resumed, *way)[0], expected)), way
 
 
 @pytest.mark.ranks(1)
@@ -82,19 +88,6 @@ def test_a_group_that_was_saved_whole_is_loaded_whole(world, tmp_path):
 
     build(0).save(tmp_path)
     assert "in group 0 of whole parameters in the checkpoint" in message_of(build(1).load, tmp_path)
-
-
-def test_a_scheduler_lowers_both_rates(world):
-    found = {}
-    for factor in (0.5, 1.0):
-        made = muon_engine("stage1_os")
-        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, factor)
-        for step in range(2):
-            by_engine(world, made, [step])
-            scheduler.step()
-        found[factor], rates = made.full_state_dict(), [group["lr"] for group in made.optimizer.param_groups]
-        assert rates == [0.02 * factor**2, 0.01 * factor**2]
-    assert not any(torch.equal(found[0.5][name], found[1.0][name]) for name in ("blocks.0.mlp.up.weight", "wte.weight"))
 
 
 class Spread(torch.optim.SGD):

@@ -10,6 +10,9 @@ from training import batch, make_engine
 from common import models
 from common.optim import MuonAdamW, split
 
+# Engines that shard parameters, so that their shards cut matrices.
+CUTTERS = ("stage3_param", "offload.nvme", *(f"offloaded:{name}" for name in ("OnDisk", "OnHost", "Spread")))
+CUTTERS += ("replicated:Pairs", "quantized:Copies")
 MUON, ADAMW = {"lr": 0.02}, {"lr": 1e-2, "fused": True}
 OPTIMIZER = partial(MuonAdamW, muon=MUON, adamw=ADAMW)
 
