@@ -1,6 +1,7 @@
 """The contract of an engine, promise by promise, in every stage."""
 
 import functools
+import itertools
 import warnings
 
 import pytest
@@ -23,6 +24,9 @@ SCHEDULERS = {
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6),  # moves the betas as well
     "warm-up, then cosine": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 3)], [2]
+    ),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.CosineAnnealingLR(optimizer, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
     ),
     "by rule": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
 }
@@ -63,32 +67,29 @@ def counted(world, engine, optimizer):
     return made.full_state_dict(), {n: v for n, v in made.optimizer.param_groups[0].items() if n != "params"}, sent
 
 
-COUNTING = pytest.mark.parametrize("optimizer", [CountsInItsGroup, ScheduleFree])
-FOUR = pytest.mark.ranks(4)  # as hybrid sharding has two nodes
+HYBRID = ("replicated:Pairs", 4)  # in two nodes
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.seven
-@COUNTING
-def test_an_optimizer_may_count_in_its_options(world, engine, optimizer):
+def in_all(*sizes):
+    """A mark: the test runs in each of the seven engines at these world sizes, and in hybrid sharding."""
+    ways = [*itertools.product(SEVEN, sizes), HYBRID]
+    return pytest.mark.parametrize(("name", "world"), ways, indirect=["world"])
+
+
+@in_all(1, 2, 3)
+@pytest.mark.parametrize("optimizer", [CountsInItsGroup, ScheduleFree])
+def test_an_optimizer_may_count_in_its_options(world, name, optimizer):
     """A step of several shards counts once."""
-    ours, expected = (counted(world, name, optimizer) for name in (engine, "baseline:AverageAfterBackward"))
+    ours, expected = (counted(world, one, optimizer) for one in (name, "baseline:AverageAfterBackward"))
     assert same_bits(ours[0], expected[0])
     assert ours[1] == expected[1]
     assert ours[2][0] == ours[2][1]
 
 
-@FOUR
-@COUNTING
-def test_an_optimizer_may_count_in_hybrid_sharding(world, optimizer):
-    test_an_optimizer_may_count_in_its_options(world, "replicated:Pairs", optimizer)
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.seven
-def test_what_an_optimizer_estimates_is_refused_by_name_when_it_first_differs(world, engine):
+@in_all(2, 3)
+def test_what_an_optimizer_estimates_is_refused_by_name_when_it_first_differs(world, name):
     """On every rank, though a rank's own shards may come out alike. What the door sees of it is refused there."""
-    made = make_engine(engine, optimizer=functools.partial(Estimates, after=30))
+    made = make_engine(name, optimizer=functools.partial(Estimates, after=30))
     with pytest.raises(InputError, match=r"^'d' of group 0 .+ came out as .+ and .+ from (two shards|ranks)"):
         for index in range(40):
             train_step(made, world, index)
@@ -103,11 +104,6 @@ def test_ranks_that_step_one_shard_each_compare_what_it_made_of_options(world, n
         assert len(made.buckets) == 1
         made.optimizer.param_groups[0]["step"] = world.rank
         train_step(made, world)
-
-
-@FOUR
-def test_what_an_optimizer_estimates_is_refused_in_hybrid_sharding(world):
-    test_what_an_optimizer_estimates_is_refused_by_name_when_it_first_differs(world, "replicated:Pairs")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -190,23 +186,14 @@ def thawed(world, engine, optimizer, precision, bucket_mb, folder=None):
     return new.full_state_dict()
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.seven
+@in_all(1, 2, 3)
 @pytest.mark.parametrize("bucket_mb", [1e-4, 25])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", BEGIN)
-def test_a_parameter_that_is_thawed_begins_as_torch_begins_it(world, tmp_path, engine, optimizer, precision, bucket_mb):
+def test_a_parameter_that_is_thawed_begins_as_torch_begins_it(world, tmp_path, name, optimizer, precision, bucket_mb):
     """Whatever else lies in its bucket: by continue_from, restore and load, before its first step and after it."""
-    ours = thawed(world, engine, optimizer, precision, bucket_mb, tmp_path)
+    ours = thawed(world, name, optimizer, precision, bucket_mb, tmp_path)
     assert same_bits(ours, thawed(world, "baseline:AverageAfterBackward", optimizer, precision, bucket_mb))
-
-
-@FOUR
-@pytest.mark.parametrize("optimizer", BEGIN)
-def test_a_thawed_parameter_begins_so_in_hybrid_sharding(world, tmp_path, optimizer):
-    test_a_parameter_that_is_thawed_begins_as_torch_begins_it(
-        world, tmp_path, "replicated:Pairs", optimizer, "bf16", 25
-    )
 
 
 def test_gradients_from_before_the_engine_do_not_count(world, stage):
@@ -356,19 +343,6 @@ def test_the_users_own_messages_and_the_engines_do_not_mix(world, stage):
         engine.step()
     assert received == [[101.0 - world.rank]] * 3
     assert engine.full_state_dict()["0.weight"].isfinite().all()
-
-
-def unrolled():
-    return Net(lambda blocks, x: blocks[2](blocks[1](blocks[0](x))))
-
-
-@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
-def test_a_compiled_model_trains_to_the_bits_of_the_plain_one(world, stage):
-    plain, compiled = (
-        small_engine(world, stage, make=make, steps=2).full_state_dict().values()
-        for make in (unrolled, lambda: torch.compile(unrolled(), backend="eager"))
-    )
-    assert all(map(torch.equal, plain, compiled))
 
 
 @pytest.mark.seven

@@ -7,7 +7,6 @@ import itertools
 import pickle
 import re
 import types
-import warnings
 
 import pytest
 import torch
@@ -80,55 +79,46 @@ def test_a_loop_that_would_not_train_is_told_what_to_write(world, engine, call):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_loaded_into_the_model_are_trained_or_refused(world, stage, precision):
-    made = small_engine(world, stage, precision=precision)
+@pytest.mark.seven
+def test_weights_loaded_into_the_model_are_trained_or_refused(world, engine, precision):
+    made = small_engine(world, engine, precision=precision)
     new = {name: torch.full_like(value, 0.5) for name, value in made.full_state_dict().items()}
     message = message_in_step(made.module.load_state_dict, new)
     for group in made.optimizer.param_groups:
         group["lr"] = 0.0
     step(made, inputs(world, 0))
     loaded = same_bits(made.full_state_dict(), new)
-    assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
+    assert loaded == (message is None) == (precision == "fp32" and engine in STAGES[:3])
     assert loaded or message.endswith("or load within `with engine.gathered(write=True):`")
 
 
-def load_state_dict(made, weights):
-    with made.gathered(write=True):
-        made.module.load_state_dict(weights)
-
-
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
-def test_weights_come_back_from_snapshots_and_state_dicts(world, engine):
-    precision = ("fp16", "bf16", "fp32")[world.size - 1]
+def test_a_snapshot_brings_back_all_or_weights_alone(world, engine, precision):
     made = small_engine(world, engine, precision, steps=1)
     best, kept = made.full_state_dict(), made.snapshot()
     step(made, inputs(world, 1))
     after = made.full_state_dict()
-    ways = {
-        "restore": lambda: made.restore(kept),
-        "restore weights": lambda: made.restore(kept, optimizer=False),
-        "load_weights": lambda: made.load_weights(best),
-        "load_state_dict": lambda: load_state_dict(made, best),
-    }
-    for name, way in ways.items():
-        made.backward(loss(made(inputs(world, 2))))
-        way()
-        made.zero_grad()
-        found, dtype = made.full_state_dict(), made.dtype if name == "load_state_dict" else torch.float32
-        assert all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in best.items()), name
+    for optimizer in (False, True):
+        made.restore(kept, optimizer=optimizer)
+        assert same_bits(made.full_state_dict(), best)
         step(made, inputs(world, 1))
-        assert name != "restore" or same_bits(made.full_state_dict(), after)
-    if world.size > 1:
-        differs = {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}
-        assert "'head.bias' differs between rank" in message_in_step(made.load_weights, differs)
-    missing = message_in_step(made.load_weights, {"head.bias": best["head.bias"]})
-    assert "is missing; names must be those of model.state_dict()" in missing
-    assert "tensor(" not in missing
-    other = small_engine(world, engine, precision, make=FrozenEnds).snapshot()
-    assert message_in_step(made.restore, other).startswith("this snapshot is of another engine or rank")
-    said = message_in_step(made.restore, made.snapshot(optimizer=False))
-    assert said == "this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)"
+        assert same_bits(made.full_state_dict(), after) == optimizer
+
+
+@pytest.mark.seven
+def test_weights_and_snapshots_that_do_not_fit_are_refused(world, engine):
+    made, unlike = (small_engine(world, engine, make=make) for make in (Net, FrozenEnds))
+    bias = {"head.bias": torch.full((WIDTH,), 1.0 + world.rank)}
+    for said, call, given in (
+        ("'head.bias' differs between rank", made.load_weights, made.full_state_dict() | bias),
+        ("is missing; names must be those of model.state_dict()", made.load_weights, bias),
+        ("this snapshot is of another engine or rank", made.restore, unlike.snapshot()),
+        ("taken without the optimizer; write restore(snapshot, op", made.restore, made.snapshot(optimizer=False)),
+    ):
+        message = message_in_step(call, given)
+        assert said in message and "tensor(" not in message
 
 
 class EachItsOwn(Net):
@@ -137,18 +127,6 @@ class EachItsOwn(Net):
     def forward(self, x):
         blocks = [block for index, block in enumerate(self.blocks) if (index + dist.get_rank()) % 2]
         return self.head(chain(blocks[: 1 + dist.get_rank()], self.stem(x)))
-
-
-class Rare(nn.Module):
-    """Tokens that are rare on some ranks: torch's adaptive softmax runs a tail only if the batch has a token of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.out = nn.Linear(WIDTH, 16), nn.AdaptiveLogSoftmaxWithLoss(16, 40, cutoffs=[4, 12, 24])
-
-    def forward(self, x):
-        targets = torch.arange(x.shape[0] * x.shape[1], device=x.device) * (7 if dist.get_rank() else 1) % 40
-        return self.out(self.stem(x).flatten(0, 1), targets % (40 if dist.get_rank() else 4)).loss
 
 
 @functools.cache
@@ -167,8 +145,7 @@ def steps_of_unequal_layers(world, engine, make):
 @pytest.mark.seven
 def test_within_gathered_ranks_may_run_other_layers_and_train(world, engine):
     """Gradients are reduced when backward ends. Ranks need only call backward and step equally often."""
-    # torch's adaptive softmax fails on a single token if CUDA's kernels are to be deterministic.
-    for make in (EachItsOwn, Net) if world.device.type == "cuda" else (EachItsOwn, Rare, Net):
+    for make in (EachItsOwn, Net):
         ended, expected = (steps_of_unequal_layers(world, name, make) for name in (engine, "stage0_ddp"))
         assert same_bits(ended, expected), make
 
@@ -301,20 +278,14 @@ def a_gradient_of_a_gradient(engine, x):
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
-def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_if_weights_are_freed(world, name):
-    made, whole = (small_engine(world, one) for one in (name, "stage0_ddp"))
-    message = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
+def test_a_gradient_of_a_gradient_is_refused_if_weights_are_freed(world, name):
+    """Within gathered() it is right: the case `twice differentiated`."""
+    message = message_in_step(a_gradient_of_a_gradient, small_engine(world, name), inputs(world, 0))
     if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
         assert message is None
     else:
         assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
         assert message.endswith("within engine.gathered()")
-    for one in (made, whole):
-        one.zero_grad()
-        with one.gathered():
-            a_gradient_of_a_gradient(one, inputs(world, 0))
-        one.step()
-    assert same_bits(made.full_state_dict(), whole.full_state_dict())
 
 
 NOT_OF_AN_ENGINE = {
@@ -411,15 +382,12 @@ def test_parameters_that_come_back_as_they_were_train_on(world, stage, move):
     assert same_bits(made.full_state_dict(), still.full_state_dict())
 
 
-def test_parameters_that_are_frozen_or_thawed_later_cannot_be_trained(world, stage):
-    frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
-    frozen.module.blocks[0].a.requires_grad_(False)
-    value = loss(frozen(inputs(world, 0)))
+def test_a_parameter_that_is_thawed_later_cannot_be_trained_and_one_that_is_frozen_meanwhile_can(world, stage):
+    thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(2))
     thawed.backward(loss(thawed(inputs(world, 0))))
     thawed.module.head.weight.requires_grad_(True)
-    said = message_in_step(frozen.backward, value), message_in_step(thawed.step)
-    assert said[0].startswith(f"'blocks.0.a.weight' was trainable when the engine was built; {CHANGE}")
-    assert said[1].startswith(f"'head.weight' was frozen when the engine was built; {CHANGE}")
+    said = message_in_step(thawed.step)
+    assert said.startswith(f"'head.weight' was frozen when the engine was built; {CHANGE}")
     adapters = [parameter for parameter in between.module.parameters() if parameter.requires_grad]
     for requires_grad in (False, True):  # as GANs do with one model while they train the other
         for parameter in adapters:
@@ -515,13 +483,6 @@ def left_out(refuses):
 
 
 @sgd
-def clips_what_a_call_finds(gradients):
-    norm = nn.utils.get_total_norm(gradients)
-    for gradient in gradients:
-        gradient.div_(norm.clamp(min=1.0))
-
-
-@sgd
 def divides_by_their_number(gradients):
     for gradient in gradients:
         gradient.div_(len(gradients))
@@ -572,15 +533,6 @@ class RemembersNorms(torch.optim.SGD):
         super().step()
 
 
-class NotesNorms(torch.optim.SGD):
-    """Keeps a norm in its group, though no step has used it yet."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["norm"] = nn.utils.get_total_norm([parameter.grad for parameter in group["params"]]).item()
-        super().step()
-
-
 class Projects(torch.optim.SGD):
     """Keeps the length of a matrix whose gradient is nearly perpendicular to it, as SGDP does."""
 
@@ -627,7 +579,6 @@ LOOKS_BEYOND = {
         CountsBeside,
         "CountsBeside counts its steps beside .* each shard of a step would count; keep",
     ),
-    "what a call finds": (clips_what_a_call_finds, "Own steps elements differently from their two halves"),
     "its largest element, later": (Maximum, "Maximum steps elements differently from their two halves"),
     "an estimate, later": (
         Estimates,
@@ -645,7 +596,6 @@ LOOKS_BEYOND = {
         for size in (2048, 128)
     },
     "norms of earlier steps": (RemembersNorms, "RemembersNorms steps elements differently from their two halves"),
-    "an estimate for later": (NotesNorms, "'norm' of group 0 of the optimizer came out as .* it is estimated"),
     "angles": (Projects, "Projects steps matrices differently from the same elements flattened"),
     "pairs": (
         sgd(lambda gradients: gradients[0].add(gradients[-1]) is None),
@@ -794,10 +744,8 @@ def test_a_step_sees_no_group_without_parameters_and_no_group_can_be_added_later
 
 
 def watch(optimizer):
-    """Several schedulers, which wrap the optimizer's step to watch it."""
-    ramp, decay = lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 3)
-    return lr_scheduler.SequentialLR(optimizer, [ramp, decay], [2]), lr_scheduler.ChainedScheduler([cosine, decay])
+    """A scheduler wraps the optimizer's step to watch it."""
+    lr_scheduler.LinearLR(optimizer)
 
 
 def wrap(optimizer):
@@ -805,21 +753,15 @@ def wrap(optimizer):
     optimizer.step = types.MethodType(limited, optimizer)
 
 
-@pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)])
+@pytest.mark.parametrize("order", [(watch, wrap), (wrap, watch)])
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
-def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(world, name, order):
+def test_a_step_that_is_replaced_before_or_after_a_scheduler_watches_it_is_refused(world, name, order):
     made = small_engine(world, name, steps=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]
-        for index in range(2):
-            message = message_in_step(step, made, inputs(world, index))
-            if wrap in order:
-                assert message.startswith("engine.optimizer.step was replaced after the engine was built; do it in ste")
-                continue
-            assert message is None
-            for scheduler in schedulers:
-                scheduler.step()
+    for how in order:
+        how(made.optimizer)
+    for index in range(2):
+        message = message_in_step(step, made, inputs(world, index))
+        assert message.startswith("engine.optimizer.step was replaced after the engine was built; do it in ste")
 
 
 # ---- two engines ----------------------------------------------------------------------------------------------------

@@ -123,16 +123,6 @@ def test_parameters_and_gaps_fill_a_run_and_parameters_begin_at_cache_lines(memb
         assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in laid)
 
 
-def test_a_shard_holds_parts_of_several_parameters():
-    (kind, named), *_ = kinds(*of_sizes(50, 30, 32)).items()
-    run = FlatRange(named, kind, 4)
-    assert (run.shard_numel, run.padded_numel) == (32, 128)
-    laid = [[(name, there, here.start) for name, there, here in run.overlaps(run.shard(rank))] for rank in range(4)]
-    parts = [("p0", slice(0, 32)), ("p0", slice(32, 50)), ("p1", slice(0, 30)), ("p2", slice(0, 32))]
-    assert laid == [[(*part, 0)] for part in parts]
-    assert run.gaps == [slice(50, 64), slice(94, 96)]
-
-
 def test_nothing_but_empty_parameters_still_makes_a_run():
     (run,) = buckets(*of_sizes(0, 0), 1000, 2)
     assert run.padded_numel == 2 * ALIGNMENT
@@ -193,11 +183,3 @@ def test_one_block_dealt_by_itself_pads_its_shards_and_a_whole_model_does_not(ra
 def test_a_byte_more_or_less_in_the_bucket_size(bucket_bytes, packed):
     """Two parameters of 40 bytes."""
     assert [len(run.slots) for run in buckets(*of_sizes(10, 10), bucket_bytes, 2)] == packed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_parameter_lies_in_a_run_of_the_dtype_that_it_is_to_be_kept_in(dtype):
-    named, groups, _ = of_sizes(8, 8)
-    wanted = {"p0": dtype, "p1": torch.bfloat16}
-    runs = buckets(named, groups, lambda name, parameter: wanted[name], 1000, 2)
-    assert {name: run.kind.dtype for run in runs for name in run.slots} == wanted

@@ -1,12 +1,10 @@
 """16-bit: fp32 master shards, skipped steps and the loss scale, sums in fp32, and their cost in bytes."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 from formulas import bytes_held
-from torch import nn
 from training import STAGES, batch_loss, inputs, make_engine, message_of, same_bits, small_engine, train_step
 from trap_models import loss as loss_of
 
@@ -226,16 +224,3 @@ def test_gradients_are_in_fp32_one_bucket_at_a_time(world, stage):
         engine.step()
     peak = timeline.peak_of("buckets in flight", "receive buffer")
     assert 0 < peak <= 4 * max(len(bucket.gradient_shard) for bucket in engine.buckets)
-
-
-@pytest.mark.parametrize("stage", ["stage0_ddp", "stage1_os"])
-def test_gradients_of_16_bit_are_added_in_fp32(world, stage):
-    """256 and four times 1: in bf16 each sum would be 256 again. Under no_sync a rank adds its own, else the means."""
-    made = make_engine(stage, nn.Linear(1, 1, bias=False, device=world.device), precision="bf16")
-    for quiet in (True, False):
-        for number, size in enumerate((256.0, 1.0, 1.0, 1.0, 1.0)):
-            with made.no_sync() if quiet and number < 4 else contextlib.nullcontext():
-                made.backward(made(torch.full((1, 1), size)).sum())
-        with made.gradients() as found:
-            assert found["weight"].item() == 260.0
-        made.zero_grad()

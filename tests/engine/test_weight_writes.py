@@ -292,19 +292,6 @@ def test_new_data_assigned_in_forward_is_kept_where_weights_are_whole_or_refused
             written_in_forward(world, engine, precision, anew)
 
 
-@pytest.mark.seven
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_frozen_twin_follows_between_steps(world, engine, precision):
-    made = small_engine(world, engine, precision=precision, make=Twin)
-    for index in range(4):
-        with made.gathered(write=True):
-            by_data(made.module)
-        if index < 3:
-            step(made, inputs(world, index))
-    expected = written_in_forward(world, "stage0_ddp", precision, IN_FORWARD["a twin"][1])
-    assert same_bits(made.full_state_dict(), expected)
-
-
 # ---- ZeRO++ ---------------------------------------------------------------------------------------------------------
 
 

@@ -202,13 +202,6 @@ def test_under_the_same_wall_a_larger_model_trains_with_its_states_on_the_host()
 # ---- validation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1)
-def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(world):
-    made = make_engine("offload")
-    said = message_of(made.module.load_state_dict, made.module.state_dict())
-    assert "makes anew from those it keeps" in said
-
-
 def fails_once(world, engine):
     """Train on after the optimizer raised: the gradient of that step is dropped, and the lanes survive."""
     made = zoo_engine(world, engine)
