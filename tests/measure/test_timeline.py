@@ -73,18 +73,6 @@ def test_the_ranges_of_a_row_nest_or_follow_each_other(traces, stage):
 
 
 @needs_threads
-def test_stage_1_reduces_on_another_thread_than_backward_and_overlaps_with_it(traces):
-    trace = traces("stage1_os")
-    for rank in (0, 1):
-        ((_, computes, begin, end),) = [one for one in ranges(trace, rank, "backward") if one[0] == "backward"]
-        reductions = ranges(trace, rank, "reduce_scatter of bucket ")
-        assert len(reductions) > 3
-        assert all(thread != computes for _, thread, _, _ in reductions)
-        last_part = ranges(trace, rank, "backward of")[-1]
-        assert begin < reductions[0][2] < last_part[2] < end
-
-
-@needs_threads
 @two_stages
 def test_some_of_the_collectives_time_overlaps_with_computation(traces, stage):
     for _ in range(3):  # a system may once let a thread run after the other
