@@ -95,27 +95,12 @@ def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, 
         assert stepped == as_in_stage_0 or "zeropp" in (source, target), target
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("source", WRITERS)
-def test_states_keep_their_dtype_in_files_and_at_another_world_size(worlds, tmp_path, source, precision):
-    path, others = tmp_path / "saved", [name for name in WRITERS if "zeropp" not in (name, source) or name == source]
-    weights = worlds(2).run(train_and_save, source, path, precision, Narrow)[0]
-    jobs = [(path, target, tmp_path / target) for target in others]
-    answers, tensors = worlds(3).run(load_in_turn, jobs, precision, Narrow)[0], whole_state(path)[0]
-    dtypes = {name.split("/")[1]: tensor.dtype for name, tensor in tensors.items() if name.startswith("optimizer")}
-    assert dtypes == {"momentum": torch.bfloat16, "positive": torch.uint8}
-    for target, (loaded, stepped) in zip(others, answers, strict=True):
-        assert same_bits(loaded, weights), target
-        assert same_bits(tensors, whole_state(tmp_path / target)[0]), target
-        assert stepped == answers[0][1], target
-
-
-def thaw_and_save(world, name, path, precision):
+def thaw_and_save(world, name, path, precision, optimizer):
     """Save after a layer is thawed, before its first step and beside others that had some."""
     module = models.build("gpt-tiny")
     for parameter in module.blocks[0].parameters():
         parameter.requires_grad_(False)
-    old, new = (make_engine(name, model, precision=precision) for model in (module, "gpt-tiny"))
+    old, new = (make_engine(name, model, optimizer, precision=precision) for model in (module, "gpt-tiny"))
     for step in range(2):
         train_step(old, world, step)
     new.continue_from(old)
@@ -123,15 +108,32 @@ def thaw_and_save(world, name, path, precision):
     return new.full_state_dict()
 
 
+def dtypes_are_kept(tensors, rest):
+    dtypes = {name.split("/")[1]: tensor.dtype for name, tensor in tensors.items() if name.startswith("optimizer")}
+    assert dtypes == {"momentum": torch.bfloat16, "positive": torch.uint8}
+
+
+def each_has_the_steps_that_it_had(tensors, rest):
+    for name, parameter in rest["parameters"].items():
+        assert parameter["scalars"].get("step") == (None if name.startswith("blocks.0.") else 2)
+
+
+STATES = {  # what files keep of states: who saves them, by which optimizer
+    dtypes_are_kept: (train_and_save, Narrow),
+    each_has_the_steps_that_it_had: (thaw_and_save, ADAMW),
+}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("source", WRITERS)
-def test_files_keep_the_steps_that_each_parameter_has_had(worlds, tmp_path, source, precision):
-    path, others = tmp_path / "saved", [name for name in WRITERS if "zeropp" not in (name, source) or name == source]
-    weights = worlds(2).run(thaw_and_save, source, path, precision)[0]
+@pytest.mark.parametrize("kept", STATES, ids=lambda kept: kept.__name__)
+def test_files_keep_dtypes_and_steps_of_states_also_at_another_world_size(worlds, tmp_path, kept, source, precision):
+    (save, optimizer), path = STATES[kept], tmp_path / "saved"
+    others = [name for name in WRITERS if "zeropp" not in (name, source) or name == source]
+    weights = worlds(2).run(save, source, path, precision, optimizer)[0]
     jobs = [(path, target, tmp_path / target) for target in others]
-    answers, (tensors, rest) = worlds(3).run(load_in_turn, jobs, precision)[0], whole_state(path)
-    steps = {name: parameter["scalars"].get("step") for name, parameter in rest["parameters"].items()}
-    assert steps == {name: None if name.startswith("blocks.0.") else 2 for name in weights if name in steps}
+    answers, (tensors, rest) = worlds(3).run(load_in_turn, jobs, precision, optimizer)[0], whole_state(path)
+    kept(tensors, rest)
     for target, (loaded, stepped) in zip(others, answers, strict=True):
         assert same_bits(loaded, weights), target
         same, same_rest = whole_state(tmp_path / target)

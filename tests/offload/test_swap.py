@@ -152,6 +152,7 @@ def test_a_failure_in_one_ranks_folder_is_told_on_every_rank(world, tmp_path, ca
     with mock.patch.object(where, call, fails):
         said = begun(world, tmp_path)
     assert all(part in said for part in ("rank 1", str(tmp_path), "Stale file handle"))
+    assert call != "posix_fallocate" or "GB are needed for this rank, and the disk refuses" in said
     assert Collectives().gather_objects(said) == [said] * 2
     assert not isinstance(begun(world, tmp_path), str)
     assert os.listdir(tmp_path) == []

@@ -56,10 +56,11 @@ class Estimates(torch.optim.Optimizer):
 
 
 class Narrow(torch.optim.Optimizer):
-    """Keeps a momentum in bf16 and a count of an element's signs in a byte; its learning rate is a tensor."""
+    """Keeps a momentum in its own dtype and a count of an element's signs in a byte; its learning rate is a tensor."""
 
-    def __init__(self, params, lr=0.05):
+    def __init__(self, params, lr=0.05, dtype=torch.bfloat16):
         super().__init__(params, {"lr": torch.tensor(lr)})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -67,7 +68,7 @@ class Narrow(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
-                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["momentum"] = torch.zeros_like(parameter, dtype=self.dtype)
                     state["positive"] = torch.zeros_like(parameter, dtype=torch.uint8)
                 state["momentum"].copy_(state["momentum"].float() * 0.9 + parameter.grad * 0.1)
                 state["positive"] += parameter.grad > 0

@@ -128,7 +128,3 @@ def test_in_nccls_own_order_replicas_stay_alike_and_near_stage_3(world, defer):
     path = {"point_to_point": False, "ordered": False}
     ours, stage3 = trained_by(world, "zeropp.hybrid", defer=defer, **path), trained_by(world, "stage3_param")
     assert all(torch.allclose(weights, ours[name], rtol=0, atol=1e-5) for name, weights in stage3.items())
-
-
-def test_what_did_not_cross_is_dropped_with_the_gradients(world):
-    assert hybrid_probes.nothing_is_left_of_what_did_not_cross(world, "replicated:Deferred", "") == []
