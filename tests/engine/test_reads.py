@@ -25,17 +25,6 @@ from common.measure.memory import Timeline
 # ---- stages that keep all parameters: right on every road -----------------------------------------------------------
 
 
-class ReadsFirst(Net):
-    """Reads a weight before its module runs: `read(model)`, also by the model's own list."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.read, self.borrowed = read, [self.head.weight]
-
-    def forward(self, x):
-        return super().forward(x @ self.read(self))
-
-
 def evaluate_by_hand(engine, x):
     with torch.no_grad():
         engine.module.seen = F.linear(x, engine.module.head.weight).sum()
@@ -48,14 +37,7 @@ def write_to_the_model(engine, x):
         parameter.data.clamp_(-0.5, 0.5)
 
 
-def reads(read):
-    return functools.partial(ReadsFirst, read), step
-
-
-ROADS = {  # "of torch" in CASES has the old weight_norm
-    "before its module": reads(lambda model: model.head.weight),
-    "of a block before it runs": reads(lambda model: model.blocks[2].up.weight.t() @ model.blocks[2].down.weight.t()),
-    "by a reference": reads(lambda model: model.borrowed[0]),
+ROADS = {  # past the engine; what models read on their own is in CASES
     "in an evaluation that calls no module": (Net, evaluate_by_hand),
     "a write between steps": (Net, write_to_the_model),
 }

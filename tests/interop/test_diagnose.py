@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import tomllib
+from pathlib import Path
 
 import pytest
 from commands import refused
@@ -87,21 +89,10 @@ def test_every_engine_is_equal_to_the_bit_where_the_function_is_right(found, fun
     assert set(looks.values()) == {causes.EQUAL}
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("compiled", "TORCH_COMPILE_DISABLE=1"),
-        ("unused", "second.bias, second.weight had no gradient. torch's DDP needs find_unused_parameters=True"),
-        ("unused_in_turns", "had no gradient in some steps or on some ranks"),
-        ("same_data", "all 2 ranks have the same losses"),
-        ("rates_by_rank", "step 1, lr of parameter group 0 is 0.1 on rank 0, 0.05 on rank 1"),
-        ("writes_by_rank", "plain DDP 3.bias of rank 1 differs from rank 0's after step 2: the ranks write weights"),
-        ("scheduled_by_micro_batch", "lr of parameter group 0 is 0.1 in the first backward and 0.05 in step()"),
-        ("dropout_seeded_alike", "all ranks draw the same random numbers in a forward"),
-        ("unequal_batches", "in step 1 inputs have 56 to 64 elements"),
-        ("unequal_accumulation", "in step 1 ranks have 1 to 2 backwards"),
-    ],
-)
+DIAGNOSED = tomllib.loads(Path(__file__).with_name("diagnosed.toml").read_text())
+
+
+@pytest.mark.parametrize(("function", "words"), DIAGNOSED["notes"].items())
 def test_a_note_says_what_the_function_needs(found, function, words):
     results = found(function, (DDP, "stage1_os"))
     allowed = {causes.PARTING} if function.endswith("by_rank") else {causes.EQUAL, causes.ROUNDING}
@@ -110,21 +101,7 @@ def test_a_note_says_what_the_function_needs(found, function, words):
     assert words in note
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("unseeded", "it draws random numbers (first weights, dropout, shuffled data) that it does not seed"),
-        ("unequal_steps", "in step 2 rank 0 returns, and rank 1 calls backward()"),
-        ("misses_a_step", "in step 2 rank 0 calls step(), and rank 1 calls backward(); give every"),
-        ("misses_a_backward", "in step 2 rank 0 calls backward(), and rank 1 calls step()"),
-        ("misses_both_with_buffers", "in step 2 rank 0 calls backward(), and rank 1 calls engine()"),
-        ("never_steps", "the function ends without a step() of its engine"),
-        ("raises", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        ("two_engines", "builds a second engine"),
-        ("three_arguments", "write def three_arguments(Engine)"),
-        ("no_function", "the file has no function no_function"),
-    ],
-)
+@pytest.mark.parametrize(("function", "words"), DIAGNOSED["refused"].items())
 def test_what_cannot_be_compared_is_reported_in_one_line(found, function, words):
     with pytest.raises(InputError) as error:
         found(function, ())
