@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from training import ADAMW, ENGINES, batch, same_bits, train_step, zoo_engine
+from training import ENGINES, batch, same_bits, train_step, zoo_engine
 
 from common import models
-from common.engines import find_engine
 from common.errors import InputError
 
 EVERY_ENGINE = (*ENGINES, "offloaded:Delayed", "offloaded:Spread", "zeropp", "quantized:Copies")
@@ -164,33 +163,3 @@ def test_an_index_that_does_not_fit_its_files_is_refused(worlds, tmp_path):
     }.items():
         index.write_text(text)
         assert all(said in complaint for complaint in worlds(2).run(refused, "stage3_param", index)), said
-
-
-# ---- from a real package ----------------------------------------------------------------------------------------
-
-
-def gpt2():
-    """A small model of transformers, which saves a tied weight under one of its names."""
-    transformers = pytest.importorskip("transformers", reason="pip install transformers: its weights are loaded here")
-    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
-def forward_of_gpt2(world, stage, file, tokens):
-    torch.manual_seed(1)
-    made = find_engine(stage)(gpt2().to(world.device), ADAMW)
-    made.load_weights(file)
-    made.eval()
-    with torch.no_grad():
-        return made(tokens.to(world.device)).logits.cpu()
-
-
-@pytest.mark.parametrize(("size", "file"), [("1GB", "model.safetensors"), ("60KB", "model.safetensors.index.json")])
-def test_a_file_of_transformers_gives_the_forward_of_its_model(worlds, tmp_path, stage, size, file):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    module, tokens = gpt2().eval().to(device), torch.arange(20, device=device)[None]
-    module.save_pretrained(tmp_path, max_shard_size=size)
-    with torch.no_grad():
-        expected = module(tokens).logits.cpu()
-    for logits in worlds(2).run(forward_of_gpt2, stage, tmp_path / file, tokens.cpu()):
-        assert torch.equal(logits, expected)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import results_of
 from formulas import bytes_held, bytes_on_host
-from matrix import Cell, train_cell
+from matrix import Cell, ends
 from offload_probes import counts, delayed
 from offloaded import WARM_UP
 from planting import followed
@@ -38,29 +38,23 @@ MB = 10**6
 # ---- exact --------------------------------------------------------------------------------------------------------
 
 
-def ends(world, engine, cell):
-    found = train_cell(world, engine, cell)
-    return found["digest"], found["losses"], found["norms"]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.ranks(3)
-def test_every_ratio_ends_with_the_bits_of_stage_2(world, option, precision):
+def test_every_ratio_ends_with_the_bits_of_stage_2(worlds, option, precision):
     cell = Cell("gpt-tiny", precision, 3, option)
-    expected = ends(world, "stage2_grad", cell)
+    expected = ends(worlds, "stage2_grad", cell)
     for engine in RATIOS:
-        assert ends(world, engine, cell) == expected, engine
+        assert ends(worlds, engine, cell) == expected, engine
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("option", [*OPTIONS, "evaluated between steps"])
-@pytest.mark.ranks(1, 2)
-def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(world, option, precision):
-    cell = Cell("gpt-tiny", precision, world.size, option)
-    expected = ends(world, "offloaded:DelayedLoop", cell)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(worlds, size, option, precision):
+    cell = Cell("gpt-tiny", precision, size, option)
+    expected = ends(worlds, "offloaded:DelayedLoop", cell)
     for engine in DELAYS:
-        assert ends(world, engine, cell) == expected, engine
+        assert ends(worlds, engine, cell) == expected, engine
 
 
 @pytest.mark.parametrize("lane", ["late", "drowsy"])

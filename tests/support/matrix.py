@@ -228,6 +228,11 @@ def trained(worlds, engine, cell, folder=None, traced=False):
         return worlds(cell.world_size).run(functools.partial(train, half="second"), engine, cell, between)
 
 
+def ends(worlds, engine, cell, folder=None):
+    """How a cell's training ends on every rank: [(digest of the parameters, losses, norms)]."""
+    return [(rank["digest"], rank["losses"], rank["norms"]) for rank in trained(worlds, engine, cell, folder)]
+
+
 @or_reason
 @unwritten_memory_is_nan()
 @torch.random.fork_rng()

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import json
 from unittest import mock
 
 import pytest
@@ -19,7 +18,6 @@ from training import make_engine, same_bits, train_step
 from common import train
 from common.loop import sha256
 from common.measure.memory import HOST, Timeline
-from common.measure.timeline import rows
 from common.models.gpt import GPT, GPTConfig
 from common.models.recompute import KINDS, run_blocks
 from common.tiers.activations import HostActivations
@@ -258,19 +256,3 @@ def test_compare_holds_every_engine_with_its_activations_on_the_host_to_its_prom
     text = compare.table(results).markdown()
     assert "non-reentrant activation checkpoints on the host" in text
     assert "| over the bus per step |" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's rows have the numbers of their streams")
-def test_a_trace_shows_the_copies_in_the_row_of_the_bus(worlds, tmp_path):
-    given = options("--checkpoint-activations", "--offload-activations", "--steps", "5")
-    given.trace = str(tmp_path / "trace.json")
-    worlds(2).run(row, "stage3_param", given)
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    for what in ("to_host of checkpoint 1", "to_device of checkpoint 0"):
-        copied, of = what.split(" of ")  # another engine alive: "to_host of stage1_os: checkpoint 1"
-        there = {
-            row
-            for row, events in rows(trace).items()
-            if any(event["name"].startswith(copied) and event["name"].endswith(of) for event in events)
-        }
-        assert there == {(0, "bus"), (2, "bus")}

@@ -6,7 +6,7 @@ import functools
 import hybrid_probes
 import pytest
 import torch
-from matrix import Cell, train_cell
+from matrix import Cell, ends
 from training import batch_loss, make_engine, same_bits, zoo_engine
 
 from common.loop import sha256
@@ -31,11 +31,8 @@ EXACT = [
 
 @pytest.mark.parametrize(("nodes", "cell"), EXACT, ids=str)
 def test_weights_losses_and_norms_have_the_bits_of_stage_3(worlds, tmp_path, nodes, cell):
-    stage3, ours = (
-        [(rank["digest"], rank["losses"], rank["norms"]) for rank in worlds(cell.world_size).run(train_cell, *how)]
-        for how in (("stage3_param", cell, str(tmp_path / "a")), (f"replicated:{nodes}", cell, str(tmp_path / "b")))
-    )
-    assert ours == stage3
+    ours = ends(worlds, f"replicated:{nodes}", cell, str(tmp_path / "ours"))
+    assert ours == ends(worlds, "stage3_param", cell, str(tmp_path / "stage3"))
 
 
 # ---- states that are gathered -------------------------------------------------------------------------------------
