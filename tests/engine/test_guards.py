@@ -574,43 +574,26 @@ def decays_matrices_alone(params):
     return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}])
 
 
+HALVES = "steps elements differently from their two halves"
+PAIRS = "it fails on whole parameters: .*, and engines step flat shards of several parameters; give what each kind"
+DECAY = 'steps matrices differently .* give what .* in param_groups=, and .* with "whole": True, .* use AdamW'
+DIMENSIONS = {2: "matrices", 3: "tensors of three dimensions", 4: "tensors of four dimensions"}
 LOOKS_BEYOND = {
-    "calls of its step": (
-        CountsBeside,
-        "CountsBeside counts its steps beside .* each shard of a step would count; keep",
-    ),
-    "its largest element, later": (Maximum, "Maximum steps elements differently from their two halves"),
+    "calls of its step": (CountsBeside, "CountsBeside counts its steps beside .* each shard of a step would count; ke"),
+    "its largest element, later": (Maximum, f"Maximum {HALVES}"),
     "an estimate, later": (
         Estimates,
         "'d' of group 0 of the optimizer came out as .* from two shards: it is estimated",
     ),
-    **{
-        f"blocks of {size}": (rounds_by_blocks(size), "Own steps elements differently from their two halves")
-        for size in (2048, 32, 16)
-    },
-    **{
-        f"whole blocks of {size}": (
-            rounds_by_blocks(size, True),
-            "Own steps whole blocks differently from parts of them",
-        )
-        for size in (2048, 128)
-    },
-    "norms of earlier steps": (RemembersNorms, "RemembersNorms steps elements differently from their two halves"),
+    **{f"blocks of {n}": (rounds_by_blocks(n), f"Own {HALVES}") for n in (2048, 32, 16)},
+    **{f"whole blocks of {n}": (rounds_by_blocks(n, True), "Own steps whole blocks diff") for n in (2048, 128)},
+    "norms of earlier steps": (RemembersNorms, f"RemembersNorms {HALVES}"),
     "angles": (Projects, "Projects steps matrices differently from the same elements flattened"),
-    "pairs": (
-        sgd(lambda gradients: gradients[0].add(gradients[-1]) is None),
-        "it fails on whole parameters: .*, and engines step flat shards of several parameters; give what each kind",
-    ),
+    "pairs": (sgd(lambda gradients: gradients[0].add(gradients[-1]) is None), PAIRS),
     "the graph": (sgd(lambda gradients: gradients[0].sum().backward()), "fails .* grad_fn.* engines step without the"),
     "no optimizer": (lambda parameters: None, "^optimizer makes a NoneType; give what makes a torch.optim.Optimizer$"),
-    "decay for matrices": (
-        decays_matrices_alone,
-        'steps matrices differently .* give what .* in param_groups=, and .* with "whole": True, .* use AdamW',
-    ),
-    **{
-        f"{n} dimensions": (centralizes(n), f"Own steps {what} differently")
-        for n, what in ((2, "matrices"), (3, "tensors of three dimensions"), (4, "tensors of four dimensions"))
-    },
+    "decay for matrices": (decays_matrices_alone, DECAY),
+    **{f"{n} dimensions": (centralizes(n), f"Own steps {what} differently") for n, what in DIMENSIONS.items()},
     "NaN": (left_out(torch.isnan), "Own looks at a whole .* skip_norm= and"),
     "not finite": (left_out(lambda norm: not norm.isfinite()), "looks at a whole gradient"),
     "large": (left_out(lambda norm: norm > 1e4), "looks at a whole gradient"),

@@ -16,7 +16,7 @@ from common.engine.layout import FlatRange
 from common.engine.units import make_units
 from common.errors import InputError
 from common.measure.memory import Timeline
-from common.ranks.world import LocalWorld, RankFailed
+from common.ranks.world import LocalWorld
 from lab import capacity
 from lab.offload import tiling
 from offload.tiling import TiledLinear, tile, untiled
@@ -259,25 +259,6 @@ def test_a_layer_without_tiles_is_gathered_whole(world):
 
 
 # ---- under a limit ------------------------------------------------------------------------------------------------
-
-
-def steps_under(world, tiles, room):
-    """Train a layer of 34 MB with `room` bytes beyond its shard."""
-    capacity.give_back_freed_memory()
-    tiling.train(world, width=128, tiles=2)  # loads what a step needs
-    model = nn.Sequential(nn.Linear(8, 1024), TiledLinear(1024, 8192, tiles=tiles))
-    engine = make_engine("stage3_param", model.to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
-    with capacity.hard_limit(world.device, capacity.held(world.device) + room):
-        for _ in range(2):
-            step(engine, torch.ones(1, 8, device=world.device))
-
-
-def test_a_layer_that_cannot_be_gathered_under_a_limit_trains_in_tiles():
-    with LocalWorld(1) as world:
-        world.run(steps_under, 16, 25 * MB)
-        with pytest.raises(RankFailed, match="in gather\n") as caught:
-            world.run(steps_under, 1, 25 * MB)
-    assert capacity.ran_out_of_memory(caught.value)
 
 
 def test_the_command_finds_the_tiles_that_fit(tmp_path):

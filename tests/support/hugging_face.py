@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 from baseline import sum_in_rank_order
+from training import same_bits
 
 from common.data import load_text
 from common.errors import InputError
+from lab.compare import relative_difference
 from lab.recipes import as_by_torchrun, clip_exactly
 
 WINDOW = 32  # tokens per sample
@@ -90,6 +92,17 @@ def weights_of(made):
 def logged(made, *names):
     """The values that a Trainer logged: {name: [value]}."""
     return {name: [entry[name] for entry in made.state.log_history if name in entry] for name in names}
+
+
+def check_alike(ours, stock, exact):
+    """Assert that (losses, weights) are those of a stock run, to the bit or but for the order of sums."""
+    (found, other), (losses, weights) = ours, stock
+    if exact:
+        assert found == losses
+        assert same_bits(other, weights)
+    else:
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert relative_difference(other, weights) < 1e-5
 
 
 def check_refused(world, words, call):

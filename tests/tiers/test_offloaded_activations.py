@@ -22,7 +22,6 @@ from common.models.gpt import GPT, GPTConfig
 from common.models.recompute import KINDS, run_blocks
 from common.tiers.activations import HostActivations
 from common.tiers.bus import Bus
-from lab import compare
 
 ENGINES = ("stage0_ddp", "stage2_grad", "stage3_param", "offload")
 LAYERS, WIDTH, SEQUENCE, BATCH = 4, 32, 32, 24
@@ -243,16 +242,3 @@ def test_a_buffer_that_is_too_small_is_replaced_and_a_copy_of_a_model_has_none(w
             saving.unpack_hook(saving.pack_hook(torch.ones(numel, device=world.device)))
     assert [room.nbytes for room in made.live()[HOST]] == [20000]
     assert type(copy.deepcopy(made.module).saving) is contextlib.nullcontext
-
-
-# ---- the commands -------------------------------------------------------------------------------------------------
-
-
-def test_compare_holds_every_engine_with_its_activations_on_the_host_to_its_promises(worlds):
-    given = options("--checkpoint-activations", "--offload-activations")
-    results, _ = worlds(2).run(compare.compare, list(ENGINES), given)[0]
-    assert all(compare.holds(row) for row in results["rows"])
-    assert all(row["bus_bytes_per_step"]["to_device"] > 0 for row in results["rows"])
-    text = compare.table(results).markdown()
-    assert "non-reentrant activation checkpoints on the host" in text
-    assert "| over the bus per step |" in text
