@@ -236,26 +236,20 @@ def second(make, trainable=True):
     return made
 
 
+def attribute(make, hold=setattr):
+    """A model with a plain attribute, `own`, made of its first weight."""
+
+    def made():
+        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        hold(module, "own", make(module[0].weight))
+        return module
+
+    return made
+
+
 def buffer(make):
-    """A model with a buffer that `make` makes from a weight."""
-
-    def made():
-        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-        module.register_buffer("own", make(module[0].weight.detach()))
-        return module
-
-    return made
-
-
-def attribute(make):
-    """A model with a plain attribute made of its first weight."""
-
-    def made():
-        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-        module.own = make(module[0].weight)
-        return module
-
-    return made
+    """A model with a buffer made so."""
+    return attribute(lambda weight: make(weight.detach()), hold=nn.Module.register_buffer)
 
 
 VIEWS = {
