@@ -118,19 +118,16 @@ def each_has_the_steps_that_it_had(tensors, rest):
         assert parameter["scalars"].get("step") == (None if name.startswith("blocks.0.") else 2)
 
 
-STATES = {  # what files keep of states: who saves them, by which optimizer
-    dtypes_are_kept: (train_and_save, Narrow),
-    each_has_the_steps_that_it_had: (thaw_and_save, ADAMW),
-}
+STATES = {dtypes_are_kept: Narrow, each_has_the_steps_that_it_had: ADAMW}  # what files keep, of which optimizer's
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("source", WRITERS)
 @pytest.mark.parametrize("kept", STATES, ids=lambda kept: kept.__name__)
 def test_files_keep_dtypes_and_steps_of_states_also_at_another_world_size(worlds, tmp_path, kept, source, precision):
-    (save, optimizer), path = STATES[kept], tmp_path / "saved"
+    optimizer, path = STATES[kept], tmp_path / "saved"
     others = [name for name in WRITERS if "zeropp" not in (name, source) or name == source]
-    weights = worlds(2).run(save, source, path, precision, optimizer)[0]
+    weights = worlds(2).run(thaw_and_save, source, path, precision, optimizer)[0]
     jobs = [(path, target, tmp_path / target) for target in others]
     answers, (tensors, rest) = worlds(3).run(load_in_turn, jobs, precision, optimizer)[0], whole_state(path)
     kept(tensors, rest)

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from optimizers import Estimates
+from optimizers import Estimates, Narrow
 from torch import nn
 from torch.optim import lr_scheduler
 from training import ENGINES, STAGES, UNFUSED, inputs, make_engine, message_in_step, message_of, same_bits, small_engine
@@ -93,18 +93,22 @@ def test_weights_loaded_into_the_model_are_trained_or_refused(world, engine, pre
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", [UNFUSED, Narrow], ids=["AdamW", "Narrow"])
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
-def test_a_snapshot_brings_back_all_or_weights_alone(world, engine, precision):
-    made = small_engine(world, engine, precision, steps=1)
+def test_a_snapshot_brings_back_all_or_weights_alone(world, engine, optimizer, precision):
+    """Of whatever dtypes the states are, and a rate that is a tensor, which a scheduler fills in place."""
+    made = small_engine(world, engine, precision, optimizer=optimizer, steps=1)
+    scheduler = lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
     best, kept = made.full_state_dict(), made.snapshot()
     step(made, inputs(world, 1))
     after = made.full_state_dict()
-    for optimizer in (False, True):
-        made.restore(kept, optimizer=optimizer)
+    for whole in (False, True):
+        scheduler.step()
+        made.restore(kept, optimizer=whole)
         assert same_bits(made.full_state_dict(), best)
         step(made, inputs(world, 1))
-        assert same_bits(made.full_state_dict(), after) == optimizer
+        assert same_bits(made.full_state_dict(), after) == whole
 
 
 @pytest.mark.seven
