@@ -16,7 +16,7 @@ from late_lanes import on_lane
 from reading import GATHERED, IN_FORWARD, IN_LOSS, SHARDED, USES, Model, Scene, outcome
 from torch import nn
 from training import STAGES, inputs, make_engine, message_in_step, message_of, same_bits, small_engine, train_step
-from trap_models import CASES, WIDTH, Appending, Net, Rooted, loss, net, run_appending, step
+from trap_models import CASES, WIDTH, Appending, Branches, Net, Rooted, Tied, loss, net, run_appending, step
 
 from common.engine import EngineBase
 from common.loop import sha256
@@ -91,34 +91,17 @@ def test_a_late_lane_changes_no_bit_of_what_derives_from_a_stage(world, name, la
 # ---- stage 3: modules that run without their unit -------------------------------------------------------------------
 
 
-class Translator(nn.Module):
-    """An encoder and a decoder that share an embedding; `generate` runs the encoder alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), Rooted(), Rooted()
-        self.encoder.stem = self.decoder.stem = self.embedding
-        self.decoder.head.weight = self.embedding.weight
-
-    def forward(self, x, memory=None):
-        return self.decoder(self.encoder(x) if memory is None else memory)
-
-    def generate(self, x):
-        memory = self.encoder(self.embedding(x))
-        return self(x, memory)
-
-
-def test_a_module_that_runs_without_its_unit_has_its_weights_while_it_runs(world):
-    """If no gradients are recorded; else it is refused by name."""
-    whole, made = (small_engine(world, name, make=Translator) for name in ("stage0_ddp", "stage3_param"))
-    said = "'embedding' runs outside the forward of 'the model', which unshards its parameters"
-    assert message_of(made.module.embedding, inputs(world, 0)).startswith(said)
-    for one in (whole, made):
-        step(one, inputs(world, 0))
+@pytest.mark.parametrize(("make", "of_the_root", "alone"), [(Tied, "head", "head"), (Branches, None, "left")])
+def test_a_module_that_runs_without_its_unit_has_its_weights_while_it_runs(world, make, of_the_root, alone):
+    """If no gradients are recorded; else one whose weight belongs to the root is refused by name."""
+    whole, made = (small_engine(world, name, make=make, steps=1) for name in ("stage0_ddp", "stage3_param"))
+    if of_the_root:
+        said = f"'{of_the_root}' runs outside the forward of 'the model', which unshards its parameters"
+        assert message_of(made.module.get_submodule(of_the_root), inputs(world, 0)).startswith(said)
     with torch.no_grad():
-        assert torch.equal(made.module.embedding(inputs(world, 2)), whole.module.embedding(inputs(world, 2)))
-        assert message_of(made.module.embedding.weight.sum) is not None
-        assert torch.equal(made.module.generate(inputs(world, 1)), whole.module.generate(inputs(world, 1)))
+        results = [one.module.get_submodule(alone)(inputs(world, 2)) for one in (made, whole)]
+        assert torch.equal(*results)
+        assert message_of(next(made.module.get_submodule(alone).parameters()).sum) is not None
     for one in (whole, made):
         step(one, inputs(world, 3))
     assert same_bits(made.full_state_dict(), whole.full_state_dict())

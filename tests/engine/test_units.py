@@ -1,7 +1,6 @@
 """Units: how a model is cut into them, and stage 3 against stage 0, bit for bit, with models that strain them."""
 
 import contextlib
-import dataclasses
 import functools
 import operator
 from collections import OrderedDict, namedtuple
@@ -11,7 +10,7 @@ import torch
 from late_lanes import on_lane
 from torch import nn
 from training import ADAMW, BUCKET_MB, batch_loss, inputs, message_of, small_engine
-from trap_models import CASES, RECOMPUTE, Block, Net, Quantized, Rooted, around_each, chain, loss, net, step
+from trap_models import CASES, RECOMPUTE, Answer, Block, Net, Quantized, Rooted, around_each, chain, loss, net, step
 
 from common import models
 from common.engine.layout import FlatRange
@@ -88,12 +87,6 @@ class Watched(Engine):
         self.idle = max(self.idle, sum(not unit.depth and not unit.open for unit in whole))
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    one: object
-    other: object
-
-
 Point = namedtuple("Point", "x y")
 NESTS = {
     "tuple": lambda x: (1, x),
@@ -102,7 +95,7 @@ NESTS = {
     "packed sequence": lambda x: nn.utils.rnn.pack_sequence([x]),  # its batch sizes stay as they are
     "dict": lambda x: {"a": x, "b": 2},
     "ordered dict": lambda x: OrderedDict(a=[x]),
-    "frozen dataclass": lambda x: Pair(x, "other"),
+    "frozen dataclass": Answer,
 }
 
 
