@@ -67,17 +67,6 @@ def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_a_save_right_after_a_load_writes_the_same_files(world, tmp_path, stage):
-    engine = build(stage, "resnet-tiny")
-    train_step(engine, world)
-    engine.save(tmp_path / "a", {"rank": world.rank})
-    extra = engine.load(tmp_path / "a")
-    assert extra == {"rank": world.rank}
-    engine.save(tmp_path / "b", extra)
-    assert engine.model_state_bytes() == engine.predicted_model_state_bytes()
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-
-
 def test_stages_that_share_a_layout_write_the_same_files(world, tmp_path):
     for stage in STAGES[:3]:
         train(world, stage, range(2), "mlp", save=tmp_path / stage)

@@ -67,12 +67,6 @@ def buffers(world):
     return sizes
 
 
-def form_a_group_of_my_own(world):
-    with small_send_buffers():
-        dist.new_group(list(range(world.size)))
-    return buffers(world)
-
-
 class LibraryWithAGroup(peers.ZeroRedundancy):
     """A library that communicates over its own group."""
 
@@ -90,14 +84,6 @@ def test_a_world_limits_the_connections_between_its_ranks_unless_told_otherwise(
         for sizes in world.run(buffers):
             assert len(sizes) == 2
             assert {size == 2 * SEND_BUFFER for size in sizes} == {small}
-
-
-@gloo
-def test_a_program_that_forms_a_group_can_limit_its_connections_too():
-    with LocalWorld(3, oversubscribe=True, small_send_buffers=False) as world:
-        for sizes in world.run(form_a_group_of_my_own):
-            assert len(sizes) == 4
-            assert sizes.count(2 * SEND_BUFFER) == 2
 
 
 @gloo
