@@ -5,7 +5,6 @@ import errno
 import functools
 import itertools
 import os
-import time
 from collections import Counter
 from unittest import mock
 
@@ -219,50 +218,6 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
         assert all(n < before for n in fresh), order
         seen += bool(fresh)
     assert seen >= 8, order  # in forward and in backward
-
-
-def waited_for(world, disk, computation):
-    """Seconds that units wait for their parameters from disk: any rank's second-longest wait, and the number of waits.
-
-    Reading a unit takes `disk` seconds longer than usual, and computing with it `computation` seconds.
-    """
-    (made, of), waited = deep(world), []
-    read, use, move, reads = OnDisk._read, type(made).unshard, os.preadv, {}
-
-    def slow_read(*arguments):
-        time.sleep(disk)
-        return move(*arguments)
-
-    def kept_read(place, part, buffer):
-        handle = read(place, part, buffer)
-        if place in of:
-            reads[of[place]] = handle
-        return handle
-
-    def timed_use(engine, unit, known):
-        begin = time.monotonic()
-        if unit.name in reads:
-            reads.pop(unit.name).wait_on_host()
-            waited.append(time.monotonic() - begin)
-        use(engine, unit, known)
-        time.sleep(computation)
-
-    slow, kept = mock.patch.object(os, "preadv", slow_read), mock.patch.object(OnDisk, "_read", kept_read)
-    with slow, kept, mock.patch.object(InfinityEngine, "unshard", timed_use):
-        made.synchronize()
-        made.backward(batch_loss(made, world, 2))
-    # No computation hides the first two reads; one outlier is allowed for a busy machine. A rank that waits in a
-    # collective for another one's disk has read its own by then, so the ranks' longest waits are compared.
-    return max(made.comm.gather_objects(sorted(waited[2:])[-2])), len(waited)
-
-
-@pytest.mark.alone
-def test_a_disk_that_is_faster_than_the_computation_is_never_waited_for(world):
-    longest, units = waited_for(world, 0.02, 0.04)
-    assert longest < 0.02
-    assert units >= 8  # in forward and in backward
-    longest, _ = waited_for(world, 0.1, 0.0)  # a slower disk is waited for
-    assert longest > 0.05
 
 
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
