@@ -249,26 +249,19 @@ def test_a_scheduler_goes_on_with_the_new_engine_and_the_old_one_is_told(world, 
 def test_a_group_takes_over_the_options_of_the_group_that_its_parameters_come_from(world, engine):
     """As the rate that a scheduler has set. One whose parameters come from two groups, or none, keeps its own."""
 
-    def made(groups, lr):
+    def made(first):
+        """With two groups, of the first few parameters and the others."""
         module = Net().to(world.device)
-        listed = [{"params": [module.get_parameter(name) for name in names]} for names in groups(module)]
-        adamw = functools.partial(torch.optim.AdamW, lr=lr)
-        return make_engine(engine, module, adamw, param_groups=listed), module
+        parameters = list(module.parameters())
+        groups = [{"params": parameters[:first]}, {"params": parameters[first:]}]
+        return make_engine(engine, module, functools.partial(torch.optim.AdamW, lr=0.1), param_groups=groups)
 
-    def two(module):
-        names = [name for name, _ in module.named_parameters()]
-        return names[:2], names[2:]
-
-    def mixed(module):
-        names = [name for name, _ in module.named_parameters()]
-        return names[:1], names[1:]
-
-    old, _ = made(two, 0.1)
+    old = made(2)
     step(old, inputs(world, 0))
     for group, rate in zip(old.optimizer.param_groups, (0.03, 0.04), strict=True):
         group["lr"] = rate
-    for groups, rates in ((two, [0.03, 0.04]), (mixed, [0.03, 0.1])):
-        new, _ = made(groups, 0.1)
+    for first, rates in ((2, [0.03, 0.04]), (1, [0.03, 0.1])):
+        new = made(first)
         new.continue_from(old)
         assert [group["lr"] for group in new.optimizer.param_groups] == rates
 

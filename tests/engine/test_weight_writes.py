@@ -220,9 +220,9 @@ def test_a_write_within_gathered_is_refused(world, name, precision, road):
 
 
 class Twin(nn.Module):
-    """A net, and a frozen one whose weights follow it: in forward, by `follow`, or in the loop."""
+    """A net, and a frozen one whose weights follow it in forward, by `follow`."""
 
-    def __init__(self, follow=None):
+    def __init__(self, follow):
         super().__init__()
         self.leader, self.follower, self.follow = Net(), Net().requires_grad_(False), follow
         self.follower.load_state_dict(self.leader.state_dict())
@@ -230,8 +230,7 @@ class Twin(nn.Module):
     def forward(self, x):
         out = self.leader(x)
         with torch.no_grad():
-            if self.follow is not None:
-                self.follow(self)
+            self.follow(self)
             target = self.follower(x)
         return out * target
 
