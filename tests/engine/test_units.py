@@ -266,15 +266,6 @@ def test_a_model_is_cut_into_units(name):
     assert {unit: [slot.removesuffix(".weight") for slot in slots] for unit, slots in found.items()} == expected
 
 
-def test_a_unit_has_one_run_for_each_kind_of_parameter():
-    model = nn.Sequential(Holding(a=LINEAR(), b=LINEAR(), c=LINEAR(), d=LINEAR().double()))
-    a, b, c, d = model.parameters()
-    c.requires_grad_(False)
-    (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], own_dtype, 1, FlatRange)
-    assert [list(run.slots) for run in unit.buckets] == [["0.a.weight"], ["0.b.weight"], ["0.c.weight"], ["0.d.weight"]]
-    assert [run.kind.trainable for run in unit.buckets] == [True, True, False, True]
-
-
 # ---- ranks whose graphs differ --------------------------------------------------------------------------------------
 
 
