@@ -71,6 +71,7 @@ class InfinityEngine(stage3_param.Engine):
         sub_group_mb: MiB of fp32 master weights that are stepped at a time, if something lies on disk.
     """
 
+    holds_experts = False
     own_options = (*stage3_param.Engine.own_options, "tiers", "sub_group_mb")
     bucket_class, accounting_class = TieredBucket, TieredAccounting
     state_bytes = ()  # per element, for each optimizer state that lies on disk

@@ -58,7 +58,7 @@ class Engine(EngineBase):
     def reduce(self, bucket):
         """Phase 2. Replace the bucket's gradients by their mean over ranks, overlapped with backward."""
         bucket.finalize()  # zeros where no gradient came
-        bucket.handle = self.comm.all_reduce(bucket.local_gradients, bucket.name)
+        bucket.handle = bucket.comm.all_reduce(bucket.local_gradients, bucket.name)
 
     def finish_backward(self):
         """Phase 3. Reduce the buckets that did not fill, so that all ranks issue the same collectives; wait for all."""

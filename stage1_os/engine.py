@@ -60,7 +60,7 @@ class Engine(EngineBase):
     def reduce(self, bucket):
         """Phase 2. This rank's shard of the bucket becomes the mean over ranks, overlapped with backward."""
         bucket.finalize()  # zeros where no gradient came
-        bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
+        bucket.handle = bucket.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
 
     def finish_backward(self):
         """Phase 3. Reduce the buckets that did not fill, so that all ranks issue the same collectives; wait for all."""
@@ -80,7 +80,7 @@ class Engine(EngineBase):
     def gather(self, bucket):
         """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
         shard = bucket.parameters[bucket.shard(self.rank)]
-        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
+        bucket.gathering = bucket.comm.all_gather(shard, bucket.parameters, bucket.name)
 
     def synchronize(self):
         """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""

@@ -73,7 +73,7 @@ class Engine(EngineBase):
         """Phase 2. Keep this rank's shard of the mean over ranks; the buffer is freed once the bucket is reduced."""
         self.allocate_gradients(bucket)
         bucket.finalize()  # zeros where no gradient came
-        bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
+        bucket.handle = bucket.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
         bucket.local_gradients = None  # the handle holds it until it is reduced
         self.in_flight.append(bucket.handle)
 
@@ -100,7 +100,7 @@ class Engine(EngineBase):
     def gather(self, bucket):
         """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
         shard = bucket.parameters[bucket.shard(self.rank)]
-        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
+        bucket.gathering = bucket.comm.all_gather(shard, bucket.parameters, bucket.name)
 
     def synchronize(self):
         """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""

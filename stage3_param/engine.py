@@ -91,7 +91,7 @@ class Engine(EngineBase):
 
     def all_gather(self, bucket):
         """Begin to all-gather a bucket's parameters. Returns a Handle."""
-        return self.comm.all_gather(bucket.parameters, bucket.full_parameters, bucket.name)
+        return bucket.comm.all_gather(bucket.parameters, bucket.full_parameters, bucket.name)
 
     def unshard(self, unit, order):
         """Gather a unit that is about to run, make its weights views of the result, and prefetch the unit after it."""
@@ -269,7 +269,7 @@ class Engine(EngineBase):
 
     def reduce_scatter(self, bucket):
         """Begin to reduce-scatter a bucket's gradients to the mean over ranks. Returns a Handle."""
-        return self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
+        return bucket.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
 
     @contextmanager
     def no_sync(self):

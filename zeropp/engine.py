@@ -56,6 +56,7 @@ class Engine(stage3_param.Engine):
     exact, quantizes = False, True  # by default: its losses are compared, not its bits
     bucket_class, accounting_class = RoutedBucket, QuantizedAccounting
     switches = ("quantize_weights", "hierarchical", "quantize_gradients", "error_feedback", "block")
+    holds_experts = False
     own_options = (*switches, "ranks_per_node", *stage3_param.Engine.own_options)
 
     def __init__(

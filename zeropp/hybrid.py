@@ -49,6 +49,7 @@ class Engine(stage3_param.Engine):
     """
 
     accounting_class = HybridAccounting
+    holds_experts = False
     own_options = ("defer_all_reduce", "ranks_per_node", *stage3_param.Engine.own_options)
     crosses = crossing = True  # whether the next backward's gradients cross, and whether this one's do
 

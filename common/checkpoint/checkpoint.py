@@ -41,7 +41,7 @@ from common.checkpoint.index import FILE_NAME, claim, flush, own_folder, read_in
 from common.errors import InputError
 from common.ranks.agreement import together
 from common.ranks.trace import comes_true
-from common.tensors import length, within
+from common.tensors import length, map_tensors, within
 
 PATIENCE = 10.0  # seconds that a shared file system may take to show rank 0 another node's files
 
@@ -67,6 +67,7 @@ class Content:
     def __init__(self, engine, path, extra, apart=False):
         self.part, number = engine.axes.part, engine.axes.number_of_save(engine.comm)
         states = {bucket: optimizer_state.states_of_all(engine, bucket) for bucket in engine.buckets + engine.frozen}
+        told = _of_all_experts(engine, _parameters(engine, states))
         with together(engine.comm, f"cannot save to {str(path)!r}"):
             self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine, states), None
             shards = {name: (dtype, (length(part),)) for name, (_, _, dtype, part) in self._place_of.items()}
@@ -75,7 +76,7 @@ class Content:
                 self._engine = self._place_of = self._kept_of = self._kept = None
             if engine.rank == 0:
                 self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in model_state.buffers(engine)}
-            self.index = {**_index(engine, self.tensors, states), "save": number} if engine.rank == 0 else None
+            self.index = {**_index(engine, self.tensors, told), "save": number} if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
             self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
             self.told |= {} if apart else shards
@@ -228,8 +229,8 @@ def _dtype(bucket):
     return bucket.optimizer_shards[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
 
 
-def _index(engine, tensors, states):
-    """What the files hold, for rank 0 to write. Tensors among scalars and options are added to its `tensors`."""
+def _parameters(engine, states):
+    """What the files hold of this rank's parameters, {name: description}, and which ranks write it."""
     parameters = {}
     for bucket, of_bucket in states.items():
         for slot in bucket.slots.values():
@@ -241,12 +242,27 @@ def _index(engine, tensors, states):
                 "whole": bucket.kind.whole,
                 "cut": engine.axes.cut_of(slot.name),
                 "states": elementwise,
-                "scalars": encode(scalars, tensors, "the optimizer's state"),
+                "scalars": scalars,
                 "pieces": [],  # [writing rank, first element, end]
             }
-        for rank in range(engine.world_size):
+        for rank in range(engine.rank % bucket.kind.apart, engine.world_size, bucket.kind.apart):
             for name, there, _ in bucket.overlaps(bucket.shard(rank)):
                 parameters[name]["pieces"].append([rank, there.start, there.stop])
+    return parameters
+
+
+def _of_all_experts(engine, parameters):
+    """Descriptions of all parameters, those of other ranks' experts too: a collective, if there are any."""
+    own = {name: map_tensors(detached, parameters[name]) for name in parameters.keys() & engine.axes.experts}
+    for theirs in engine.axes.expert.gather_objects(own, "the experts") if engine.axes.expert else ():
+        parameters |= theirs
+    return parameters
+
+
+def _index(engine, tensors, parameters):
+    """What the files hold, for rank 0 to write. Tensors among scalars and options are added to its `tensors`."""
+    for told in parameters.values():
+        told["scalars"] = encode(told["scalars"], tensors, "the optimizer's state")
     return {
         "world_size": engine.world_size,
         "optimizer": optimizer_state.name_of(engine.optimizer),
@@ -269,19 +285,21 @@ def _index(engine, tensors, states):
 def _check_fits(engine, index):
     """Raise InputError for the first difference between the checkpoint and the engine."""
     states = {bucket: optimizer_state.states(engine, bucket) for bucket in engine.buckets + engine.frozen}
-    here = _index(engine, {}, states)
+    here = _index(engine, {}, _parameters(engine, states))
     here["parameters"] = {name: here["parameters"][name] for name, _ in engine.module.named_parameters()}  # in order
-    saved, here = _described(index), _described(here)
+    saved, here = _described(index, engine.axes.elsewhere), _described(here)
     for what in [*here, *saved]:
         one, other = saved.get(what, "missing"), here.get(what, "missing")
         if one != other:
             raise InputError(f"{what} is {one} in the checkpoint and {other} here; build the engine as it was saved")
 
 
-def _described(index):
-    """What must be equal: {what: its description}."""
+def _described(index, elsewhere=()):
+    """What must be equal: {what: its description}, without parameters that are `elsewhere`."""
     found = {"the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups"}
     for name, told in index["parameters"].items():
+        if name in elsewhere:
+            continue
         kind, group = tensor_file.kind(getattr(torch, told["dtype"]), told["shape"]), told["group"]
         of_whole = " of whole parameters" * told.get("whole", False)
         found[f"parameter {name!r}"] = f"{kind}, {'frozen' if group is None else f'in group {group}{of_whole}'}"

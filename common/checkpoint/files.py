@@ -54,9 +54,9 @@ class Files:
         self.synchronize()
         self.buffers.broadcast()
         extra = model_state.extra_state_of_rank_0(self)
-        values, here, comm = {}, to_rank in (None, self.rank), self.shard_comm
+        values, here = {}, to_rank in (None, self.rank)
         for bucket in self.buckets + self.frozen:  # one is gathered at a time
-            whole = whole_of(comm, bucket, bucket.unrounded(comm.device), to_rank)
+            whole = whole_of(bucket, bucket.unrounded(self.comm.device), to_rank)
             for name, parameter in bucket.members.items() if here else ():
                 values[parameter] = bucket.view(whole, name).detach().cpu().clone()
             del whole  # freed before the next is allocated
@@ -175,14 +175,15 @@ def _group_of(comm):
     return _groups[comm.group]
 
 
-def whole_of(comm, bucket, shard, to_rank=None):
+def whole_of(bucket, shard, to_rank=None):
     """The shards of all ranks, [padded_numel]; None on a rank that only sends its own.
 
     A collective, unless the shard is already the whole. `to_rank` is the engine's: each node gathers at its place.
     """
     if len(shard) == bucket.padded_numel:
         return shard
-    shard, whole, target = shard.to(comm.device), None, to_rank and to_rank % comm.size
+    comm = bucket.comm
+    shard, whole, target = shard.to(comm.device), None, to_rank and to_rank // bucket.kind.apart % comm.size
     if target in (None, comm.rank):
         whole = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
     if target is None:

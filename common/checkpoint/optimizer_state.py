@@ -54,7 +54,7 @@ def states_of_all(engine, bucket):
         return own
     here = {name for shard in bucket.optimizer_shards for name, *_ in bucket.overlaps(shard.part)}
     mine, of = {name: map_tensors(detached, own.of[name]) for name in here}, {}
-    for theirs in engine.shard_comm.gather_objects(mine, f"the optimizer's states of {bucket.name}"):
+    for theirs in bucket.comm.gather_objects(mine, f"the optimizer's states of {bucket.name}"):
         of |= theirs
     return States(own.dtypes, {name: of[name] for name in bucket.slots}, True)
 

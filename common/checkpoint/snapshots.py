@@ -95,7 +95,7 @@ def _take_over(engine, bucket, values):
     owned = engine.owned(bucket)
     part = owned.optimizer if bucket.kind.trainable else owned.parameters
     if length(part) < length(owned.parameters):
-        part, values = bucket.whole(), whole_of(engine.shard_comm, bucket, values)
+        part, values = bucket.whole(), whole_of(bucket, values)
     bucket.take_over(owned.parameters, lambda target, wanted: target.copy_(values[within(wanted, part)]))
 
 
@@ -118,6 +118,8 @@ def continue_from(engine: Any, old: Any) -> None:
         ours, theirs = map(optimizer_state.name_of, (engine.optimizer, old.optimizer))
         if ours != theirs:
             raise InputError(f"the old engine's optimizer is {theirs}, and this one's is {ours}; give the same")
+        if engine.axes.experts != old.axes.experts:
+            raise InputError("the old engine's ranks hold other experts; use old.save(path) and engine.load(path)")
         home = {name: bucket for bucket in old.buckets + old.frozen for name in bucket.slots}
         shape_of = {name: bucket.slots[name].shape for name, bucket in home.items()}
         known_in = {
@@ -164,7 +166,7 @@ def _values(old, known, state):
     """A state of the parameters `known`, {name: bucket}, or their values for None: {name: flat}. A collective."""
     values = {}
     for bucket in dict.fromkeys(known.values()):
-        whole = whole_of(old.shard_comm, bucket, bucket.read(state, old.optimizer))
+        whole = whole_of(bucket, bucket.read(state, old.optimizer))
         values |= {n: bucket.view(whole, n).flatten().clone() for n, own in known.items() if own is bucket}
     return values
 

@@ -48,7 +48,7 @@ def load(engine, file, read=None):
             extra_state = model_state.extra_state(engine)
             state = {name: value for name, value in engine.state_as_it_stands().items() if name not in extra_state}
             source = opened.enter_context((read or _source)(file, state, extra_state))
-            name_of = names_in(source, state, extra_state)
+            name_of = names_in(source, state, {*extra_state, *engine.axes.elsewhere})
             extra_state = source.extra_state(extra_state)
             check_range(engine, source, name_of)
         if isinstance(file, dict):

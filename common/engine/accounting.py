@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 
 from common.measure.memory import storage_bytes, storage_id, storage_ids
-from common.ranks.nodes import ACROSS_NODES, IN_NODE
+from common.ranks.nodes import ACROSS_NODES, AMONG_REPLICAS, IN_NODE
 from common.tensors import length, past_subclasses
 
 STATES = ("parameters", "gradients", "optimizer")  # model states, as the ZeRO paper has them
@@ -33,6 +33,11 @@ def further_segments(bucket, tier=None):
     """The tensors stepped beyond one for each optimizer shard of a bucket, or for each in a tier of this name."""
     shards = [shard for shard in bucket.optimizer_shards if tier is None or shard.tier.name == tier]
     return sum(len(shard.segments) - 1 for shard in shards if shard.segments)
+
+
+def among(bucket):
+    """The suffix of its collectives' names, if its parameters are those of experts."""
+    return AMONG_REPLICAS if bucket.kind.apart > 1 else ""
 
 
 class Accounting:
@@ -115,19 +120,23 @@ class Accounting:
         gathers, numbers = "all_gather" + shards.where, engine.world_size // shards.size * (shards.size - 1)
         for bucket in engine.buckets + engine.frozen:
             for collective, times in engine.sends(bucket, reductions).items():
-                predicted[collective] += times * self.sent_once(bucket, collective)
+                predicted[collective + among(bucket)] += times * self.sent_once(bucket, collective)
         if engine.loss_scaler is not None:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
         sharded = any(length(engine.owned(bucket).optimizer) < bucket.padded_numel for bucket in engine.buckets)
         if engine.takes_norm and sharded:
-            predicted[gathers] += 8 * (1 if engine.axes.tensor is None else 2) * numbers  # float64s for the norm
+            columns = 1 if engine.axes.tensor is None and engine.axes.expert is None else 2
+            predicted[gathers] += 8 * columns * numbers  # float64s for the norm
+        elif engine.takes_norm and engine.axes.expert is not None:
+            predicted[gathers] += 8 * others  # that of the experts
         if engine.options.counts:
             predicted["all_gather"] += 8 * len(engine.param_groups) * others  # a checksum of each group's options
         for what, bucket, number in self._last_looks:
             if what == "compared":
                 predicted["all_gather"] += 8 * number * others  # a checksum for each
             elif what == "read" and sharded:
-                predicted[gathers] += bucket.shard_numel * number * numbers
+                to = numbers if bucket.kind.apart == 1 else bucket.comm.size - 1
+                predicted[gathers + among(bucket)] += bucket.shard_numel * number * to
         for exchange in engine.exchanges.values():
             predicted["exchange" + shards.where] += exchange.sent()[0]
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies
@@ -138,16 +147,17 @@ class Accounting:
         shards, dtype = 2 if collective == "all_reduce" else 1, bucket.kind.dtype  # a reduce-scatter and an all-gather
         if collective in ("all_reduce", "reduce_scatter"):
             dtype = self._engine.comm.reduced_in(dtype)
-        return shards * bucket.shard_numel * dtype.itemsize * (self._engine.world_size - 1)
+        return shards * bucket.shard_numel * dtype.itemsize * (bucket.comm.size - 1)
 
     def predicted_between_nodes(self):
         """The predicted bytes sent that leave this rank's node, counted like `Traffic.between_nodes`."""
-        comm, predicted = self._engine.comm, {}
-        for collective, sent in self._engine.predicted_wire_bytes_per_step().items():
+        engine, predicted = self._engine, {}
+        for collective, sent in engine.predicted_wire_bytes_per_step().items():
+            comm = engine.replicas if collective.endswith(AMONG_REPLICAS) else engine.comm
             if collective.endswith(ACROSS_NODES):
                 predicted[collective] = sent
             elif collective == "exchange":
-                predicted[collective] = sum(one.sent()[1] for one in self._engine.exchanges.values())
+                predicted[collective] = sum(one.sent()[1] for one in engine.exchanges.values())
             elif not collective.endswith(IN_NODE) and comm.size > comm.ranks_per_node:
                 predicted[collective] = sent * (comm.size - comm.ranks_per_node) // (comm.size - 1)
         return predicted

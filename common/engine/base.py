@@ -33,6 +33,7 @@ from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.gradients import gradients
 from common.engine.guards import Guards, NoModule, engine_of
+from common.engine.layout import Kind
 from common.engine.master_weights import OptimizerShard
 from common.engine.mixed_precision import LossScaler, StepResult, decide
 from common.engine.validation import BATCH_NORMS
@@ -88,6 +89,7 @@ class EngineBase(Backward, Files, NoModule):
 
     own_options = ()  # names of a stage's further options, set as attributes
     matches_stage0 = True  # with its options its losses and weights are those of stage 0
+    holds_experts = True  # it can hold a part of the experts: a data group of their own shards them
     bucket_class, accounting_class = Bucket, Accounting
     watches = ()  # hooks of units, in stage 3 and after it
 
@@ -124,6 +126,7 @@ class EngineBase(Backward, Files, NoModule):
         validation.agree(self, optimizer, param_groups, init, keep_fp32, model_parallel)
         self.comm.owner = trace.name_of(self, self.comm)
 
+        self.replicas = self.comm.replicas(self.axes.apart)  # the ranks that hold this rank's experts
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
         # {parameter: bucket}; parameters seen in reentrant checkpoints; hooks on the model, removed with the engine.
@@ -315,6 +318,10 @@ class EngineBase(Backward, Files, NoModule):
     def shard_comm(self) -> Collectives:
         """The Collectives of the ranks whose shards make up one copy of everything: all ranks, or a node's."""
         return self.comm
+
+    def comm_of(self, kind: Kind) -> Collectives:
+        """The Collectives of the ranks whose shards make up one copy of a bucket."""
+        return self.shard_comm if kind.apart == 1 else self.replicas
 
     @contextlib.contextmanager
     def unsharded(self, buckets: list[Bucket]) -> Iterator[None]:

@@ -108,7 +108,7 @@ def allocate(engine, bucket):
         if bucket.kind.trainable:  # autograd calls it with the sum over all uses of the parameter in a backward
             report = Hook(engine._report_gradient, weakref.ref(bucket), name)
             engine.hooks.append(parameter.register_post_accumulate_grad_hook(report))
-    bucket.filling = engine.filling
+    bucket.filling, bucket.comm = engine.filling, engine.comm_of(bucket.kind)
     bucket.allocate(engine, whole)
     for shard in bucket.optimizer_shards:
         shard.master.whole = Whole(bucket.whole_in(shard.part))

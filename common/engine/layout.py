@@ -56,6 +56,7 @@ class Kind:
     tensor_cut: bool = False  # whether each tensor-parallel rank holds another piece of them
     whole: bool = False  # a `"whole"` group's: its optimizer looks at each
     dealt: bool = False  # each lies in one shard, as stages 0 to 2 deal those of whole groups
+    apart: int = 1  # the ranks that hold the same of them are so many apart: all are 1, replicas of experts more
     block: int = 1  # elements that share a scale where ZeRO++ quantizes; slots and shards begin with a block
 
     @property
@@ -84,6 +85,7 @@ class FlatRange:
 
     def __init__(self, named_parameters, kind, world_size):
         self.kind, self.name = kind, ""
+        world_size //= kind.apart
         # Some are dealt to N shards; all others stay in a row, which is then cut into N.
         shards = deal(named_parameters, kind, world_size if kind.dealt else 1)
         cut_by = world_size // len(shards)
@@ -102,7 +104,8 @@ class FlatRange:
 
     def shard(self, rank):
         """The elements of `rank`'s shard, as a slice of the run."""
-        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        place = rank // self.kind.apart
+        return slice(place * self.shard_numel, (place + 1) * self.shard_numel)
 
     def whole(self):
         """All elements of the run, padding included, as a slice of it."""
@@ -182,9 +185,12 @@ def kinds(named_parameters, param_groups, dtype_of, block_of=lambda name, parame
     for name, parameter in named_parameters:
         group, trainable = group_of.get(parameter, 0), parameter.requires_grad
         cut, whole = getattr(parameter, "cut_on_tensor_axis", False), trainable and group in whole_groups
-        if cut and whole:
-            raise InputError(f'"whole": a tensor rank has but a piece of {name!r}; list it in another group')
-        kind = Kind(dtype_of(name, parameter), group, trainable, cut, whole, block=block_of(name, parameter))
+        apart = getattr(parameter, "replicas_apart", 1)
+        if whole and (cut or apart > 1):
+            held = "expert ranks hold" if apart > 1 else "a tensor rank has but a piece of"
+            raise InputError(f'"whole": {held} {name!r}; list it in another group')
+        dtype, block = dtype_of(name, parameter), block_of(name, parameter)
+        kind = Kind(dtype, group, trainable, cut, whole, apart=apart, block=block)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 

@@ -141,21 +141,27 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
         comm: the ranks that hold all N together; used only if a rank does not.
         axes: the engine's other axes.
     """
-    held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel
-    columns = 1 if axes.tensor is None else 2  # with a tensor axis: whole parameters, and those that are cut
-    shards = torch.zeros(held, columns, dtype=torch.float64, device=comm.device)
+    held = {b: sum(length(own.part) for own in b.optimizer_shards) // b.shard_numel for b in buckets}
+    whole = all(number * bucket.shard_numel == bucket.padded_numel for bucket, number in held.items())
+    rows = max(number * (bucket.kind.apart if whole else 1) for bucket, number in held.items())
+    # With a tensor axis: whole parameters, and those that are cut; with an expert axis: others, and experts.
+    columns = 1 if axes.tensor is None and axes.expert is None else 2
+    shards = torch.zeros(rows, columns, dtype=torch.float64, device=comm.device)
     combine = torch.maximum if norm_type == math.inf else torch.add
     for bucket in buckets:
-        for shard, chunk in _chunks(bucket, held):
+        apart = bucket.kind.apart
+        for shard, chunk in _chunks(bucket, held[bucket]):
             if norm_type == math.inf:
                 found = torch.linalg.vector_norm(chunk, math.inf).double()
             elif chunk.is_cuda:  # one kernel, without a float64 copy
                 found = torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
                 found = chunk.double().square().sum()
-            column = int(bucket.kind.tensor_cut)
-            shards[shard, column] = combine(shards[shard, column], found)
-    if held * buckets[0].shard_numel < buckets[0].padded_numel:
+            place = shard * apart + comm.rank % apart if whole else shard, int(bucket.kind.tensor_cut or apart > 1)
+            shards[place] = combine(shards[place], found)
+    if whole and axes.expert is not None:
+        shards[:, 1:] = comm.everyones(shards[comm.rank, 1:], "the gradient norm")
+    if not whole:
         shards = comm.everyones(shards.view(-1), "the gradient norm").view(-1, columns)
     total, *others = shards
     for other in others:

@@ -21,7 +21,6 @@ from torch import nn
 from common.calls import entering, kept
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.ranks.agreement import check_agreement
 from common.tensors import checksum, graph_nodes_made, host_value, past_subclasses, storage_users
 
 HOW = "write weights within `with engine.gathered(module, write=True):`"
@@ -173,7 +172,7 @@ def _writing(engine, members):
     before = {parameter: place.clone() for parameter, place in _places(members).items()}
 
     def keep():
-        _check_written(engine.comm, members, _places(members), before)
+        _check_written(engine, members, _places(members), before)
         _keep_changed(engine, members, before)
 
     def undo():
@@ -197,7 +196,7 @@ def _places(members):
     return {parameter: bucket.view(bucket.whole_parameters, name) for bucket, name, parameter in members}
 
 
-def _check_written(comm, members, places, before):
+def _check_written(engine, members, places, before):
     """Copy parameters back to their places after `parameter.data = tensor`; compare all ranks."""
     found, how = [], "write the same on every rank; nothing of it is kept"
     try:
@@ -217,7 +216,7 @@ def _check_written(comm, members, places, before):
             found.append((f"{name!r} within gathered(write=True)", checksum(parameter), how))
     except InputError as error:
         found = error
-    check_agreement(found, comm, "what was written")
+    engine.axes.agree_on_data_axis(found, engine.comm, "what was written")
 
 
 def _keep_changed(engine, members, before):

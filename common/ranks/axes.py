@@ -32,6 +32,7 @@ class Axes:
 
     Args:
         tensor, pipeline: this rank's process group on that axis; None if the axis has one rank.
+        expert: that of the data ranks in a row that hold different experts; see `parallel.expert`.
         whole: names of the parameters that all tensor ranks hold whole, such as norms, with equal values.
         deterministic: add in rank order with NCCL too. gloo always does.
 
@@ -39,6 +40,8 @@ class Axes:
         tensor, pipeline: `Collectives`, each with a lane and a meter of its own; None for an axis of one rank.
         by_name: {"tensor" and "pipeline": the Collectives}, without axes of one rank.
         part: the name of this rank's part of the model, such as "tensor-0-of-2"; "" if there is one part.
+        apart: the ranks that hold the same experts are so many apart.
+        experts, elsewhere: names of the parameters of this rank's experts, and of others': see `parallel.expert.split`.
         cuts: how the other parameters were cut, {name: `parallel.tensor.Cut`}: `parallel.tensor.split` sets it.
 
     Source: Megatron-LM, arXiv 1909.08053, sec. 3; the names of axes are those of its successor, arXiv 2104.04473.
@@ -50,9 +53,13 @@ class Axes:
         pipeline: dist.ProcessGroup | None = None,
         whole: Iterable[str] = (),
         deterministic: bool = False,
+        expert: dist.ProcessGroup | None = None,
     ) -> None:
         self.tensor = Collectives(tensor, deterministic=deterministic) if tensor else None
         self.pipeline = Collectives(pipeline, deterministic=deterministic) if pipeline else None
+        self.expert = Collectives(expert) if expert and dist.get_world_size(expert) > 1 else None
+        self.apart = self.expert.size if self.expert else 1
+        self.experts, self.elsewhere = set(), set()
         self.whole, self.cuts = set(whole), {}
         named = ("tensor", self.tensor), ("pipeline", self.pipeline)
         self.by_name = {name: comm for name, comm in named if comm is not None}
@@ -69,12 +76,19 @@ class Axes:
                 parameter.cut_on_tensor_axis = name not in self.whole
             elif hasattr(parameter, "cut_on_tensor_axis"):  # of an engine before
                 del parameter.cut_on_tensor_axis
+            parameter.replicas_apart = self.apart if name in self.experts else 1
 
     def check(self, model: nn.Module, comm: Collectives) -> None:
         """Refuse a data-parallel group, `comm`, that shares more than this rank with an axis; and unknown names."""
         names = {name for name, _ in model.named_parameters()}
         for unknown in sorted(self.whole - names):
             raise InputError(f"model_parallel= names {unknown!r}, which is no parameter of the model; leave it out")
+        if self.expert is not None and self.tensor is not None:
+            raise InputError("model_parallel= has a tensor and an expert axis, which are not combined; leave one out")
+        if self.expert is not None:
+            ranks, first = dist.get_process_group_ranks(comm.group), comm.rank // self.apart * self.apart
+            if dist.get_process_group_ranks(self.expert.group) != ranks[first : first + self.apart]:
+                raise InputError("expert= is no group of neighbours in process_group=; lay that out as data x expert")
         groups = [set(dist.get_process_group_ranks(one.group)) for one in (comm, *self.by_name.values())]
         if len(set.union(*groups)) < sum(len(group) - 1 for group in groups) + 1:
             raise InputError(
@@ -101,7 +115,7 @@ class Axes:
     def agree(self, found: InputError | list[tuple], comm: Collectives, label: str = "the check of the model") -> None:
         """`check_agreement` over the data axis, and over the others of what the parts have in common."""
         with self.share_errors():
-            check_agreement(found, comm, label)
+            self.agree_on_data_axis(found, comm, label)
         assert isinstance(found, list)  # an error has been raised
         apart = ("parameter ", "the gradient of ", "buffer ", "keep_fp32", "model_parallel")
         whole = {f"{kind}{name!r}" for kind in apart[:2] for name in self.whole}
@@ -110,6 +124,17 @@ class Axes:
             with self.share_errors():
                 if axis is not None:
                     check_agreement(options + lines, axis, label)
+
+    def agree_on_data_axis(self, found: InputError | list[tuple], comm: Collectives, label: str) -> None:
+        """`check_agreement` over the data axis: on an expert's parameters, over its replicas."""
+        if self.expert is None or isinstance(found, InputError):
+            check_agreement(found, comm, label)
+            return
+        of_experts = [line[0].partition("'")[2].partition("'")[0] in self.experts for line in found]
+        for group, wanted in ((comm, False), (comm.replicas(self.apart), True)):
+            check_agreement(
+                [line for line, is_one in zip(found, of_experts, strict=True) if is_one == wanted], group, label
+            )
 
     def number_of_save(self, comm: Collectives) -> int | None:
         """A number that all parts of a save share, and no other save has; None if there is one part."""
@@ -124,13 +149,14 @@ class Axes:
         In the order of the tensor ranks, then of the pipeline's; what tensor ranks hold whole counts once.
 
         Args:
-            sums: [1], or with a tensor axis [2]: of parameters that are whole, and of those that are cut.
+            sums: [1], or with a tensor axis [2]: of parameters that are whole, and of those that are cut. With an
+                expert axis [2], too: of other parameters, and of experts.
             combine: adds two numbers; for the infinity norm `torch.maximum`.
 
         Raises:
             InputError: on every rank: those of what is whole differ between tensor ranks.
         """
-        total = sums[0]
+        total = sums[0] if self.expert is None else combine(*sums)
         if self.tensor is not None:
             everyones = self.tensor.everyones(sums, "the gradient norm")
             total, whole = everyones[0][0], everyones[:, 0].nan_to_num()

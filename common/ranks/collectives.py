@@ -49,6 +49,7 @@ class Collectives:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
         reduce_dtype: torch.float32 has NCCL send and add 16-bit tensors in fp32, in its own order; None in their dtype.
+        over: by how many ranks a sum is divided to a mean; None is their number.
         parent: the Collectives that these are a part of, as `by_nodes` makes them; None for an engine's own.
         where: a suffix of each name in `traffic`: " in the node", for instance.
 
@@ -68,7 +69,7 @@ class Collectives:
         InputError: there is no process group, or its backend is none of NCCL, gloo and torch's fake one.
     """
 
-    def __init__(self, group=None, *, deterministic=False, reduce_dtype=None, parent=None, where=""):
+    def __init__(self, group=None, *, deterministic=False, reduce_dtype=None, parent=None, where="", over=None):
         if not dist.is_initialized():
             raise InputError(
                 'there is no process group; write torch.distributed.init_process_group("gloo"), on GPUs "nccl", before '
@@ -77,6 +78,7 @@ class Collectives:
         self._group = weakref.ref(group if group is not None else dist.group.WORLD)
         self.owner, self.where = "" if parent is None else parent.owner, where
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.over = over or self.size
         self.backend = backend = backend_of(self.group)
         self.device = device_of(backend)
         self.point_to_point = PATHS[backend] == "gloo"
@@ -114,9 +116,16 @@ class Collectives:
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
         return inside, across
 
+    def replicas(self, apart):
+        """The Collectives of the ranks `apart` from each other; their means are over all ranks. A collective."""
+        if apart == 1:
+            return self
+        options = {"deterministic": self.ordered, "reduce_dtype": self._reduce_dtype, "where": nodes.AMONG_REPLICAS}
+        return Collectives(nodes.groups_of(self, apart)[1], parent=self, over=self.size, **options)
+
     def all_reduce(self, tensor, label="", mean=True):
         """Replace `tensor` [N x shard] by its mean over ranks, or its sum, in place. Sends 2(N-1)/N of it."""
-        divisor = self.size if mean else 1
+        divisor = self.over if mean else 1
         self._count("all_reduce", 2 * self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
             received, shard = self._receive_buffer(tensor), tensor.view(self.size, -1)[self.rank]
@@ -138,10 +147,10 @@ class Collectives:
         self._count("reduce_scatter", self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
             received = self._receive_buffer(tensor)
-            work = partial(self._reduce_in_rank_order, tensor, received, shard, self.size)
+            work = partial(self._reduce_in_rank_order, tensor, received, shard, self.over)
             return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
 
-        work = partial(self._reduce_in_nccls_order, tensor, shard, self.size)
+        work = partial(self._reduce_in_nccls_order, tensor, shard, self.over)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
     def all_gather(self, shard, tensor, label="", after=None):
@@ -300,7 +309,7 @@ class Collectives:
     def _reduce_in_rank_order(self, tensor, received, shard, divisor):
         """Write the sum of all ranks' pieces, over `divisor`, into `shard`, segment by segment."""
         if self.size == 1:
-            _put(tensor, shard)
+            _put(tensor if divisor == 1 else tensor.div_(divisor), shard)
             return
         segment = self._segment(tensor)
         for parts, mean in zip(tensor.view(self.size, -1).split(segment, dim=1), shard.split(segment), strict=True):

@@ -21,7 +21,8 @@ from common.errors import InputError
 from common.ranks.agreement import check_agreement
 from common.ranks.sockets import small_send_buffers
 
-IN_NODE, ACROSS_NODES = " in the node", " across nodes"  # suffixes of their collectives' names in the meter
+# Suffixes of their collectives' names in the meter.
+IN_NODE, ACROSS_NODES, AMONG_REPLICAS = " in the node", " across nodes", " among replicas"
 _groups = weakref.WeakKeyDictionary()  # group -> {ranks per node: (group inside, group across)}
 
 

@@ -110,7 +110,7 @@ class Engine(EngineBase):
         # PART 2 of 4. What is the first to read the mean? Until then the reduction may run.
         self.allocate_gradients(bucket)
         bucket.finalize()  # zeros where no gradient came
-        bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
+        bucket.handle = bucket.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
         bucket.handle.wait()
         bucket.local_gradients = None
 
@@ -139,7 +139,7 @@ class Engine(EngineBase):
         """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
         # PART 4 of 4. What is the first to read the parameters?
         shard = bucket.parameters[bucket.shard(self.rank)]
-        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
+        bucket.gathering = bucket.comm.all_gather(shard, bucket.parameters, bucket.name)
         bucket.wait_gather()
 
     def synchronize(self):

@@ -142,7 +142,7 @@ class Engine(EngineBase):
     def gather(self, bucket):
         """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
         shard = bucket.parameters[bucket.shard(self.rank)]
-        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
+        bucket.gathering = bucket.comm.all_gather(shard, bucket.parameters, bucket.name)
 
     def synchronize(self):
         """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""

@@ -16,9 +16,10 @@ from common import models
 from common.data import Batches
 from common.engines import find_engine
 from common.models.gpt import GPT, FeedForward, GPTConfig
+from common.models.moe import MoEGPT
 from common.ranks.axes import Axes
 from common.tiers.activations import HostActivations
-from parallel import pipeline, tensor
+from parallel import expert, pipeline, tensor
 from parallel.activations import PartitionedActivations
 
 AXES = ("pipeline", "data", "tensor")
@@ -101,6 +102,27 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=N
     if partitioned:
         module.saving = PartitionedActivations(axes, HostActivations(made) if partitioned == "host" else None)
     return made, tensor.VocabParallelLoss(axes)
+
+
+def twelve():
+    """A model whose experts two, three and four ranks divide."""
+    return MoEGPT(GPTConfig(layers=2, width=16, heads=2, sequence=16), experts=12)
+
+
+@functools.cache
+def data_by_expert(device, *shape):
+    return init_device_mesh(device, shape, mesh_dim_names=("data", "expert"))
+
+
+def expert_engine(world, engine, ranks=2, seed=0, model=twelve, checkpoints=None, optimizer=ADAMW, **options):
+    """An engine around a model whose experts lie on `ranks` expert ranks; 1 does not split."""
+    grid = data_by_expert(world.device.type, world.size // ranks, ranks)
+    axes, module = Axes(expert=grid["expert"].get_group()), build(model)
+    if axes.expert is not None:
+        expert.split(module, axes)
+    module.checkpoint_activations = checkpoints
+    options = {"bucket_mb": BUCKET_MB, "deterministic": True, "init": models.initial_values(seed), **options}
+    return find_engine(engine)(module, optimizer, model_parallel=axes, **options)
 
 
 def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1, begin=0):

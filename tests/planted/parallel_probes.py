@@ -1,8 +1,18 @@
-"""Probes of further axes, at 4 ranks: two tensor ranks, or two stages, beside two data ranks."""
+"""Probes of further axes, at 4 ranks: two tensor ranks, two stages or two expert ranks, beside two data ranks."""
 
 import torch
 from planting import broken
-from split_training import SGD, engine_of_a_stage, split_engine, train, train_stages, untied
+from split_training import (
+    SGD,
+    build,
+    engine_of_a_stage,
+    expert_engine,
+    split_engine,
+    train,
+    train_stages,
+    twelve,
+    untied,
+)
 from torch import nn
 from training import ADAMW, text
 
@@ -76,3 +86,36 @@ def checkpoints_keep_a_part(world, engine, folder):
     whole = inputs.numel() * 16 * 4  # in fp32, 16 wide
     made.backward(loss)
     return broken(kept=kept == [whole // 2] * len(made.module.blocks), freed=not made.module.saving.kept)
+
+
+def expert_ranks_train_the_whole_model(world, engine, folder):
+    """Losses and norms on two expert ranks are those of the whole model."""
+    made, found = expert_engine(world, engine, optimizer=SGD, **NORM), []
+    for step in range(STEPS):
+        batches = Batches(text(), made.module.window, SAMPLES)
+        inputs, targets = made.module.inputs_and_targets(batches.of(step, world.rank, world.size).to(world.device))
+        loss = models.loss(made(inputs), targets)
+        made.backward(loss)
+        found.append((loss.item(), made.step().norm))
+    return broken_by(made, found, trained_whole(world, build(twelve), SGD))
+
+
+def overflow_is_agreed_among_expert_ranks(world, engine, folder):
+    """An overflow in the experts of one expert rank makes every rank skip."""
+    made = expert_engine(world, engine, precision="fp16")
+    inputs, targets = batch(world, made.module, 0)
+    made.backward(models.loss(made(inputs), targets))
+    if world.rank in (1, 3):
+        made.buckets[0].gradient_shard[0] = torch.inf
+    return broken(flag=overflow_flag(made.buckets, made.comm, made.axes) > 0)
+
+
+def experts_without_tokens_have_a_gradient(world, engine, folder):
+    """All gradients come in a backward, in the same order on all ranks, if one expert gets every token."""
+    made = expert_engine(world, engine)
+    with made.gathered(write=True), torch.no_grad():
+        for block in made.module.blocks:
+            block.mlp.router.weight.zero_()
+    inputs, targets = batch(world, made.module, 0)
+    made.backward(models.loss(made(inputs), targets))
+    return broken(gradients=all(bucket.reported == bucket.slots.keys() for bucket in made.buckets))

@@ -11,7 +11,7 @@ from training import STAGES
 from common.engines import find_engine
 
 CODE_LINES = {"stage0_ddp": 40, "stage1_os": 45, "stage2_grad": 60, "stage3_param": 185}
-CODE_LINES |= {"offload": 135, "offload.nvme": 155, "zeropp": 93}
+CODE_LINES |= {"offload": 136, "offload.nvme": 156, "zeropp": 94}
 CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 320, "offload": 215}  # prose included
 NEIGHBOURS = [*itertools.pairwise(STAGES), ("stage2_grad", "offload")]
 DERIVED = ["offload.nvme", "zeropp"]  # from stage 3's engine: they contain only what their papers add

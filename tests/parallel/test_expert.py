@@ -1,0 +1,279 @@
+"""Expert parallelism: the bits of all ranks' routers, sends and experts computed in turn, in stages 0 to 3."""
+
+from functools import partial
+
+import pytest
+import torch
+from split_training import SGD, build, expert_engine, on_one_thread, twelve
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from training import STAGES, make_engine, message_in_step, same_bits, text
+
+from common import models
+from common.data import Batches
+from common.models.gpt import GPTConfig
+from common.models.moe import MoEGPT
+from common.models.recompute import KINDS
+
+STEPS, SAMPLES = 3, 12
+BOUND = 1e-6  # relative; with Adam the third step is farther, split or not: it enlarges rounding of small gradients
+LAYOUTS = [(4, 2), (4, 4), (6, 2), (6, 3), (4, 1)]  # ranks, and expert ranks among them
+
+
+def train(world, made, micro_batches=1, begin=0, steps=STEPS):
+    """Train; return (loss, norm) of each step."""
+    found, batches = [], Batches(text(), made.module.window, SAMPLES)
+    for step in range(begin, steps):
+        made.comm.traffic.reset()
+        total = 0.0
+        for part in batches.of(step, world.rank, world.size).to(world.device).chunk(micro_batches):
+            inputs, targets = made.module.inputs_and_targets(part)
+            loss = models.loss(made(inputs), targets) / micro_batches
+            made.backward(loss)
+            total += loss.item()
+        found.append((total, made.step().norm))
+    return found
+
+
+def whole(made):
+    """The weights of all experts and of all else."""
+    state = made.full_state_dict()
+    for theirs in made.axes.expert.gather_objects(state) if made.axes.expert else ():
+        state |= theirs
+    return dict(sorted(state.items()))  # in one order on all ranks
+
+
+@on_one_thread
+def split(world, engine, ranks, micro_batches=1, **options):
+    made = expert_engine(world, engine, ranks, **options)
+    found = train(world, made, micro_batches)
+    assert made.model_state_bytes() == made.predicted_model_state_bytes()
+    assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
+    return found, whole(made)
+
+
+# ---- all ranks in turn ------------------------------------------------------------------------------------------
+
+
+def layers_in_turn(layers, inputs, ranks):
+    """What copies of a layer of experts, one for each data rank, give: an expert is its owner's, of E in a row."""
+    each, answers = len(layers[0].experts) // ranks, []
+    tokens = [x.flatten(0, -2) for x in inputs]
+    routed = [layer.router(own).softmax(dim=-1).max(dim=-1) for layer, own in zip(layers, tokens, strict=True)]
+    orders = [choice.argsort(stable=True) for _, choice in routed]
+    parts = [
+        own[order].split(choice.bincount(minlength=len(layers[0].experts)).tolist())
+        for own, order, (_, choice) in zip(tokens, orders, routed, strict=True)
+    ]
+    for first in range(0, len(layers), ranks):
+        group, of_experts = range(first, first + ranks), []
+        for index in range(len(layers[0].experts)):
+            of_ranks = [parts[rank][index] for rank in group]
+            answer = layers[first + index // each].experts[index](torch.cat(of_ranks))
+            of_experts.append(answer.split([len(part) for part in of_ranks]))
+        for rank, own in zip(group, zip(*of_experts, strict=True), strict=True):
+            placed = torch.zeros_like(tokens[rank]).index_copy(0, orders[rank], torch.cat(own))
+            answers.append((routed[rank][0][:, None] * placed).view_as(inputs[rank]))
+    return answers
+
+
+def losses_in_turn(copies, windows, ranks):
+    inputs, targets = zip(
+        *(copy.inputs_and_targets(part) for copy, part in zip(copies, windows, strict=True)), strict=True
+    )
+    xs = [copy.embed(own) for copy, own in zip(copies, inputs, strict=True)]
+    for blocks in zip(*(copy.blocks for copy in copies), strict=True):
+        xs = [x + block.attention(block.ln_1(x)) for block, x in zip(blocks, xs, strict=True)]
+        normed = [block.ln_2(x) for block, x in zip(blocks, xs, strict=True)]
+        xs = [x + y for x, y in zip(xs, layers_in_turn([block.mlp for block in blocks], normed, ranks), strict=True)]
+    return [models.loss(copy.predict(x), own) for copy, x, own in zip(copies, xs, targets, strict=True)]
+
+
+@on_one_thread
+def in_turn(world, size, ranks, micro_batches=1, precision="fp32", **options):
+    """One process: copies of the model for `size` ranks, means in rank order, steps of the whole model's engine."""
+    made = make_engine("stage0_ddp", build(twelve), precision=precision, **options)
+    copies = [build(twelve) for _ in range(size)]
+    for copy in copies:
+        models.materialize(copy, models.initial_values(0), world.device)
+        copy.to(made.dtype)
+    batches, found = Batches(text(), made.module.window, SAMPLES), [[] for _ in copies]
+    for step in range(STEPS):
+        with torch.no_grad():
+            for copy in copies:
+                for own, new in zip(copy.parameters(), made.module.parameters(), strict=True):
+                    own.copy_(new)
+        windows = [batches.of(step, rank, size).to(world.device).chunk(micro_batches) for rank in range(size)]
+        totals, means = [0.0] * size, {}
+        for parts in zip(*windows, strict=True):
+            losses = [loss / micro_batches for loss in losses_in_turn(copies, parts, ranks)]
+            sum(losses).backward()
+            totals = [total + loss.item() for total, loss in zip(totals, losses, strict=True)]
+            for name, of_copies in zip(
+                dict(copies[0].named_parameters()),
+                zip(*(copy.parameters() for copy in copies), strict=True),
+                strict=True,
+            ):
+                first, *others = [own.grad.float() for own in of_copies if own.grad is not None]  # of experts: replicas
+                mean = (sum(others, first) / size).to(made.dtype).float()
+                means[name] = means[name] + mean if name in means else mean
+            for copy in copies:
+                copy.zero_grad()
+        made.backward(models.loss(made(parts[0][:, :-1].long()), parts[0][:, 1:].long()))  # a gradient to write
+        with made.gradients(write=True) as written:
+            for name, mean in means.items():
+                written[name].copy_(mean)
+        norm = made.step().norm
+        for own, total in zip(found, totals, strict=True):
+            own.append((total, norm))
+    return found, made.full_state_dict()
+
+
+OPTIONS = [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "micro_batches": 2}]
+
+
+@pytest.mark.parametrize(("size", "ranks"), LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_split_model_has_the_bits_of_all_ranks_computed_in_turn(worlds, size, ranks, options):
+    options = {**options, "clip_norm": 0.5}
+    expected, weights = worlds(1).run(partial(in_turn, size=size, ranks=ranks, **options))[0]
+    for engine in STAGES:
+        ended = worlds(size).run(partial(split, ranks=ranks, **options), engine)
+        assert [found for found, _ in ended] == expected, engine
+        assert all(same_bits(own, weights) for _, own in ended), engine
+
+
+# ---- beside what is not split -----------------------------------------------------------------------------------
+
+
+@on_one_thread
+def in_float64(world):
+    """(loss, norm) of each step of the whole model in float64, without an engine."""
+    module = build(twelve)
+    models.materialize(module, models.initial_values(0), world.device)
+    module.double()
+    optimizer, batches, found = SGD(module.parameters()), Batches(text(), module.window, SAMPLES), []
+    for step in range(STEPS):
+        inputs, targets = module.inputs_and_targets(batches.of(step, 0, 1).to(world.device))
+        loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        found.append((loss.item(), clip_grad_norm_(module.parameters(), 0.5).item()))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(("size", "ranks"), LAYOUTS)
+def test_losses_and_norms_are_those_of_the_whole_model_in_float64(worlds, size, ranks):
+    ended = worlds(size).run(partial(split, ranks=ranks, clip_norm=0.5, optimizer=SGD), "stage1_os")
+    losses = [sum(of_step) / size for of_step in zip(*([loss for loss, _ in found] for found, _ in ended), strict=True)]
+    expected = worlds(1).run(in_float64)[0]
+    assert losses == pytest.approx([loss for loss, _ in expected], rel=BOUND)
+    assert [norm for _, norm in ended[0][0]] == pytest.approx([norm for _, norm in expected], rel=BOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_checkpoints_change_no_bit(worlds, stage, kind):
+    (found, weights), *_ = worlds(4).run(partial(split, ranks=2, clip_norm=0.5), stage)
+    (again, theirs), *_ = worlds(4).run(partial(split, ranks=2, clip_norm=0.5, checkpoints=kind), stage)
+    assert again == found
+    assert same_bits(theirs, weights)
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [(None, 1), (KINDS[0], 2)])
+@pytest.mark.ranks(4)
+def test_tokens_travel_there_and_back_in_each_forward_and_in_backward(world, kind, forwards):
+    """Routers without weights send every token to expert 0: one rank of two takes those of the other."""
+    made = expert_engine(world, "stage2_grad", checkpoints=kind)
+    with made.gathered(write=True), torch.no_grad():
+        for block in made.module.blocks:
+            block.mlp.router.weight.zero_()
+    made.axes.expert.traffic.reset()
+    train(world, made, steps=1)
+    layers, experts, tokens = 2, 12, SAMPLES // world.size * 16 * 16 * 4  # bytes of a rank's tokens
+    exchanged = (
+        layers * (forwards + 1) * tokens
+    )  # half of the ranks send when tokens go, the others when they come back
+    numbers = layers * forwards * 8 * experts // 2
+    sent = made.axes.expert.traffic.by_collective()
+    assert sent == {"all_to_all": numbers, "exchange": exchanged}
+
+
+# ---- files and gradients, overflows, refusals --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(zip(STAGES, (*STAGES[1:], STAGES[0]), strict=True)))
+@pytest.mark.ranks(4)
+def test_a_checkpoint_has_the_global_names_of_experts_and_fits_any_layout(world, tmp_path, writer, reader):
+    """Saved from two expert ranks: in another layout, in the whole model, and back."""
+    first = expert_engine(world, writer)
+    train(world, first, steps=2)
+    first.save(tmp_path / "split")
+    four, one, back = (expert_engine(world, reader, ranks, seed=1) for ranks in (4, 1, 2))
+    four.load(tmp_path / "split")
+    one.load(tmp_path / "split")
+    one.save(tmp_path / "whole")
+    back.load(tmp_path / "whole")
+    fresh = expert_engine(world, reader, 4, seed=1)
+    fresh.load_weights(whole(first))
+    for made in (four, one, back, fresh):
+        assert same_bits(whole(made), whole(first))
+    for made in (first, back):
+        train(world, made, begin=2)
+    assert same_bits(whole(back), whole(first))
+
+
+@pytest.mark.ranks(4)
+def test_an_overflow_in_one_expert_skips_the_step_on_all_ranks(world, stage):
+    made = expert_engine(world, stage, precision="fp16")
+    before = whole(made)
+    if world.rank in (1, 3):  # the replicas of one expert
+        weight = next(made.module.blocks[0].mlp.experts.parameters())
+        weight.register_hook(lambda gradient: gradient + torch.inf)
+    (_, norm), *_ = train(world, made, steps=1)
+    assert norm is None
+    assert same_bits(whole(made), before)
+
+
+@pytest.mark.ranks(4)
+def test_weights_and_gradients_of_experts_are_written_alike_on_their_replicas(world, stage):
+    made = expert_engine(world, stage)
+    inputs, targets = made.module.inputs_and_targets(torch.zeros(2, made.module.window, dtype=torch.uint8))
+    made.backward(models.loss(made(inputs.to(world.device)), targets.to(world.device)))
+    name = min(made.axes.experts)
+    parameter = dict(made.module.named_parameters())[name]
+
+    def write_gradient(value):
+        with made.gradients(write=True) as found:
+            found[name] += value
+
+    def write(value):
+        with made.gathered(write=True):
+            parameter.data.add_(value)
+
+    for call in (write_gradient, write):
+        assert message_in_step(call, world.rank % 2) is None
+        assert "differs between rank" in message_in_step(call, world.rank)
+
+
+REFUSED = {
+    "offload": "holds all experts",
+    "offload.nvme": "holds all experts",
+    "zeropp": "holds all experts",
+    "zeropp.hybrid": "holds all experts",
+}
+
+
+@pytest.mark.parametrize("one", REFUSED)
+@pytest.mark.ranks(2)
+def test_engines_that_hold_all_experts_say_so(world, one):
+    assert REFUSED[one] in message_in_step(expert_engine, world, one)
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_the_ranks_do_not_divide_are_refused(world):
+    def three():
+        return MoEGPT(GPTConfig(layers=1, width=16, heads=2, sequence=16), experts=3)
+
+    assert "do not divide the 3 experts" in message_in_step(expert_engine, world, "stage0_ddp", model=three)
+    assert "no layer of experts" in message_in_step(expert_engine, world, "stage0_ddp", model="gpt-tiny")
