@@ -121,6 +121,7 @@ class OffloadEngine(EngineBase):
         warmup_steps: how many updates precede the first delayed one.
     """
 
+    holds_experts = False
     own_options = ("ratio", "delayed_update", "warmup_steps")
     bucket_class, accounting_class = SteppedBucket, TieredAccounting
 
