@@ -245,7 +245,7 @@ def _parameters(engine, states):
                 "scalars": scalars,
                 "pieces": [],  # [writing rank, first element, end]
             }
-        for rank in range(engine.rank % bucket.kind.apart, engine.world_size, bucket.kind.apart):
+        for rank in range(engine.rank % bucket.kind.replica_stride, engine.world_size, bucket.kind.replica_stride):
             for name, there, _ in bucket.overlaps(bucket.shard(rank)):
                 parameters[name]["pieces"].append([rank, there.start, there.stop])
     return parameters

@@ -183,7 +183,7 @@ def whole_of(bucket, shard, to_rank=None):
     if len(shard) == bucket.padded_numel:
         return shard
     comm = bucket.comm
-    shard, whole, target = shard.to(comm.device), None, to_rank and to_rank // bucket.kind.apart % comm.size
+    shard, whole, target = shard.to(comm.device), None, to_rank and to_rank // bucket.kind.replica_stride % comm.size
     if target in (None, comm.rank):
         whole = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
     if target is None:

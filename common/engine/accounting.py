@@ -37,7 +37,7 @@ def further_segments(bucket, tier=None):
 
 def among(bucket):
     """The suffix of its collectives' names, if its parameters are those of experts."""
-    return AMONG_REPLICAS if bucket.kind.apart > 1 else ""
+    return AMONG_REPLICAS if bucket.kind.replica_stride > 1 else ""
 
 
 class Accounting:
@@ -135,7 +135,7 @@ class Accounting:
             if what == "compared":
                 predicted["all_gather"] += 8 * number * others  # a checksum for each
             elif what == "read" and sharded:
-                to = numbers if bucket.kind.apart == 1 else bucket.comm.size - 1
+                to = numbers if bucket.kind.replica_stride == 1 else bucket.comm.size - 1
                 predicted[gathers + among(bucket)] += bucket.shard_numel * number * to
         for exchange in engine.exchanges.values():
             predicted["exchange" + shards.where] += exchange.sent()[0]

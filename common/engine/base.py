@@ -126,7 +126,7 @@ class EngineBase(Backward, Files, NoModule):
         validation.agree(self, optimizer, param_groups, init, keep_fp32, model_parallel)
         self.comm.owner = trace.name_of(self, self.comm)
 
-        self.replicas = self.comm.replicas(self.axes.apart)  # the ranks that hold this rank's experts
+        self.replicas = self.comm.replicas(self.axes.replica_stride)  # the ranks that hold this rank's experts
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
         # {parameter: bucket}; parameters seen in reentrant checkpoints; hooks on the model, removed with the engine.
@@ -321,7 +321,7 @@ class EngineBase(Backward, Files, NoModule):
 
     def comm_of(self, kind: Kind) -> Collectives:
         """The Collectives of the ranks whose shards make up one copy of a bucket."""
-        return self.shard_comm if kind.apart == 1 else self.replicas
+        return self.shard_comm if kind.replica_stride == 1 else self.replicas
 
     @contextlib.contextmanager
     def unsharded(self, buckets: list[Bucket]) -> Iterator[None]:

@@ -70,7 +70,8 @@ def _check_entries(engine, places, found):
     everyone = comm.everyones(sums, "what was written")
     engine.accounting.looks.append(("compared", None, len(sums)))
     experts = torch.tensor([name in engine.axes.experts for name in places], device=comm.device)
-    others = (torch.arange(comm.size, device=comm.device) - comm.rank) % engine.axes.apart != 0  # hold other experts
+    distance = torch.arange(comm.size, device=comm.device) - comm.rank
+    others = distance % engine.axes.replica_stride != 0  # hold other experts
     differ = (everyone != sums) & ~(others[:, None] & experts)
     agreed = [(f"the gradient of {name!r}", value, how) for name, value in zip(places, own, strict=True)]
     with engine.axes.share_errors():

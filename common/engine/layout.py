@@ -56,7 +56,7 @@ class Kind:
     tensor_cut: bool = False  # whether each tensor-parallel rank holds another piece of them
     whole: bool = False  # a `"whole"` group's: its optimizer looks at each
     dealt: bool = False  # each lies in one shard, as stages 0 to 2 deal those of whole groups
-    apart: int = 1  # the ranks that hold the same of them are so many apart: all are 1, replicas of experts more
+    replica_stride: int = 1  # every so many ranks hold the same of them: experts are on every Eth, all else on each
     block: int = 1  # elements that share a scale where ZeRO++ quantizes; slots and shards begin with a block
 
     @property
@@ -85,7 +85,7 @@ class FlatRange:
 
     def __init__(self, named_parameters, kind, world_size):
         self.kind, self.name = kind, ""
-        world_size //= kind.apart
+        world_size //= kind.replica_stride
         # Some are dealt to N shards; all others stay in a row, which is then cut into N.
         shards = deal(named_parameters, kind, world_size if kind.dealt else 1)
         cut_by = world_size // len(shards)
@@ -104,7 +104,7 @@ class FlatRange:
 
     def shard(self, rank):
         """The elements of `rank`'s shard, as a slice of the run."""
-        place = rank // self.kind.apart
+        place = rank // self.kind.replica_stride
         return slice(place * self.shard_numel, (place + 1) * self.shard_numel)
 
     def whole(self):
@@ -185,12 +185,12 @@ def kinds(named_parameters, param_groups, dtype_of, block_of=lambda name, parame
     for name, parameter in named_parameters:
         group, trainable = group_of.get(parameter, 0), parameter.requires_grad
         cut, whole = getattr(parameter, "cut_on_tensor_axis", False), trainable and group in whole_groups
-        apart = getattr(parameter, "replicas_apart", 1)
-        if whole and (cut or apart > 1):
-            held = "expert ranks hold" if apart > 1 else "a tensor rank has but a piece of"
+        stride = getattr(parameter, "replica_stride", 1)
+        if whole and (cut or stride > 1):
+            held = "expert ranks hold" if stride > 1 else "a tensor rank has but a piece of"
             raise InputError(f'"whole": {held} {name!r}; list it in another group')
         dtype, block = dtype_of(name, parameter), block_of(name, parameter)
-        kind = Kind(dtype, group, trainable, cut, whole, apart=apart, block=block)
+        kind = Kind(dtype, group, trainable, cut, whole, replica_stride=stride, block=block)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 

@@ -143,13 +143,13 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
     """
     held = {b: sum(length(own.part) for own in b.optimizer_shards) // b.shard_numel for b in buckets}
     whole = all(number * bucket.shard_numel == bucket.padded_numel for bucket, number in held.items())
-    rows = max(number * (bucket.kind.apart if whole else 1) for bucket, number in held.items())
+    rows = max(number * (bucket.kind.replica_stride if whole else 1) for bucket, number in held.items())
     # With a tensor axis: whole parameters, and those that are cut; with an expert axis: others, and experts.
     columns = 1 if axes.tensor is None and axes.expert is None else 2
     shards = torch.zeros(rows, columns, dtype=torch.float64, device=comm.device)
     combine = torch.maximum if norm_type == math.inf else torch.add
     for bucket in buckets:
-        apart = bucket.kind.apart
+        stride = bucket.kind.replica_stride
         for shard, chunk in _chunks(bucket, held[bucket]):
             if norm_type == math.inf:
                 found = torch.linalg.vector_norm(chunk, math.inf).double()
@@ -157,7 +157,7 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
                 found = torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
                 found = chunk.double().square().sum()
-            place = shard * apart + comm.rank % apart if whole else shard, int(bucket.kind.tensor_cut or apart > 1)
+            place = shard * stride + comm.rank % stride if whole else shard, int(bucket.kind.tensor_cut or stride > 1)
             shards[place] = combine(shards[place], found)
     if whole and axes.expert is not None:
         shards[:, 1:] = comm.everyones(shards[comm.rank, 1:], "the gradient norm")

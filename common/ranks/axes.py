@@ -40,7 +40,7 @@ class Axes:
         tensor, pipeline: `Collectives`, each with a lane and a meter of its own; None for an axis of one rank.
         by_name: {"tensor" and "pipeline": the Collectives}, without axes of one rank.
         part: the name of this rank's part of the model, such as "tensor-0-of-2"; "" if there is one part.
-        apart: the ranks that hold the same experts are so many apart.
+        replica_stride: every so many ranks hold the same experts; 1 without an expert axis.
         experts, elsewhere: names of the parameters of this rank's experts, and of others': see `parallel.expert.split`.
         cuts: how the other parameters were cut, {name: `parallel.tensor.Cut`}: `parallel.tensor.split` sets it.
 
@@ -58,7 +58,7 @@ class Axes:
         self.tensor = Collectives(tensor, deterministic=deterministic) if tensor else None
         self.pipeline = Collectives(pipeline, deterministic=deterministic) if pipeline else None
         self.expert = Collectives(expert) if expert and dist.get_world_size(expert) > 1 else None
-        self.apart = self.expert.size if self.expert else 1
+        self.replica_stride = self.expert.size if self.expert else 1
         self.experts, self.elsewhere = set(), set()
         self.whole, self.cuts = set(whole), {}
         named = ("tensor", self.tensor), ("pipeline", self.pipeline)
@@ -76,7 +76,7 @@ class Axes:
                 parameter.cut_on_tensor_axis = name not in self.whole
             elif hasattr(parameter, "cut_on_tensor_axis"):  # of an engine before
                 del parameter.cut_on_tensor_axis
-            parameter.replicas_apart = self.apart if name in self.experts else 1
+            parameter.replica_stride = self.replica_stride if name in self.experts else 1
 
     def check(self, model: nn.Module, comm: Collectives) -> None:
         """Refuse a data-parallel group, `comm`, that shares more than this rank with an axis; and unknown names."""
@@ -86,8 +86,8 @@ class Axes:
         if self.expert is not None and self.tensor is not None:
             raise InputError("model_parallel= has a tensor and an expert axis, which are not combined; leave one out")
         if self.expert is not None:
-            ranks, first = dist.get_process_group_ranks(comm.group), comm.rank // self.apart * self.apart
-            if dist.get_process_group_ranks(self.expert.group) != ranks[first : first + self.apart]:
+            size, ranks = self.expert.size, dist.get_process_group_ranks(comm.group)
+            if dist.get_process_group_ranks(self.expert.group) != ranks[comm.rank // size * size :][:size]:
                 raise InputError("expert= is no group of neighbours in process_group=; lay that out as data x expert")
         groups = [set(dist.get_process_group_ranks(one.group)) for one in (comm, *self.by_name.values())]
         if len(set.union(*groups)) < sum(len(group) - 1 for group in groups) + 1:
@@ -131,7 +131,7 @@ class Axes:
             check_agreement(found, comm, label)
             return
         of_experts = [line[0].partition("'")[2].partition("'")[0] in self.experts for line in found]
-        for group, wanted in ((comm, False), (comm.replicas(self.apart), True)):
+        for group, wanted in ((comm, False), (comm.replicas(self.replica_stride), True)):
             check_agreement(
                 [line for line, is_one in zip(found, of_experts, strict=True) if is_one == wanted], group, label
             )

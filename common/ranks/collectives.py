@@ -116,12 +116,12 @@ class Collectives:
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
         return inside, across
 
-    def replicas(self, apart):
-        """The Collectives of the ranks `apart` from each other; their means are over all ranks. A collective."""
-        if apart == 1:
+    def replicas(self, stride):
+        """The Collectives of every `stride`th rank; their means are over all ranks. A collective."""
+        if stride == 1:
             return self
         options = {"deterministic": self.ordered, "reduce_dtype": self._reduce_dtype, "where": nodes.AMONG_REPLICAS}
-        return Collectives(nodes.groups_of(self, apart)[1], parent=self, over=self.size, **options)
+        return Collectives(nodes.groups_of(self, stride)[1], parent=self, over=self.size, **options)
 
     def all_reduce(self, tensor, label="", mean=True):
         """Replace `tensor` [N x shard] by its mean over ranks, or its sum, in place. Sends 2(N-1)/N of it."""

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-from adapters import Course, refuse_readers, share
+from adapters import Course, refuse_readers, share, student
 from torch import nn
 from torch.optim import AdamW
 
@@ -27,10 +27,6 @@ from common.measure.memory import storage_bytes
 from common.models import count
 from common.ranks.collectives import Collectives
 from common.tensors import tensors_of_state
-
-if importlib.util.find_spec("mpi4py") is None:  # a stand-in, for files that import it
-    sys.modules["mpi4py"] = ModuleType("mpi4py")
-    sys.modules["mpi4py"].MPI = SimpleNamespace(SUM="SUM")
 
 
 class Communicator:
@@ -115,6 +111,18 @@ class ZeRO3(Course):
 
     name = "cmu15442_zero3"
     added = False  # a backward since the last step
+
+    @staticmethod
+    def answer():
+        """The student's module, imported beside a stand-in for mpi4py where that is missing, and only then."""
+        if importlib.util.find_spec("mpi4py") is not None:
+            return student()
+        sys.modules["mpi4py"] = ModuleType("mpi4py")
+        sys.modules["mpi4py"].MPI = SimpleNamespace(SUM="SUM")
+        try:
+            return student()
+        finally:
+            del sys.modules["mpi4py"]  # else Lightning would look into it
 
     def wrap(self, model, **others):
         refuse_readers(model)
