@@ -69,7 +69,7 @@ def noticed(clone, mutant, of, before):
     """
     named = ROOT.glob(f"tests/*/test_{mutant.plant.module.rpartition('.')[2]}.py")
     files = Counter(row["test"].partition("::")[0] for row in before if row["test"]).most_common()
-    first = [*(path.relative_to(ROOT) for path in named), *(path for path, _ in files)]
+    first = [*(path.relative_to(ROOT) for path in named), *(path for path, _ in files if (ROOT / path).exists())]
     likely = sorted(LIKELY, key=lambda room: room != OWN.get(of))
     for number in range(SAMPLES):
         git(clone, "reset", "--quiet", "--hard", f"sample{number}")
@@ -119,12 +119,13 @@ def main():
         def judge(fault):
             of, mutant = fault
             clone = free.get()
-            samples, test = noticed(clone, mutant, of, record["rows"])
-            if test:  # it passes where nothing is planted
+            try:
+                samples, test = noticed(clone, mutant, of, record["rows"])
                 git(clone, "reset", "--quiet", "--hard", "sample0")
-                if failures(clone, "--all", test):
+                if test and failures(clone, "--all", test):  # it passes where nothing is planted
                     raise InputError(f"{test} fails without a fault too")
-            free.put(clone)
+            finally:
+                free.put(clone)
             print(f"{mutant}: {test or 'not noticed'}", flush=True)
             return {"of": of, "fault": str(mutant), "samples": samples, "test": test, "commit": commit()}
 
