@@ -103,7 +103,7 @@ class Joined(tensor_file.Tensors):
         if cut == []:
             raise InputError(f"it is not known how {parameter!r} was cut; load it into the same parts")
         dtype, shape = pieces.tensors[name]
-        there, here = Cut(*cut) if cut else None, self._axes.cuts.get(parameter)
+        there, here = Cut(*cut) if cut else None, self._axes.tensor and self._axes.cuts.get(parameter)
         shape = list(shape)
         if there is not None:
             shape[there.dimension] = there.size

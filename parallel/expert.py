@@ -16,11 +16,15 @@ expert without tokens is called with none: its gradients are zero, and come in t
 Source: Lepikhin et al., GShard, arXiv 2006.16668, sec. 3; Rajbhandari et al., DeepSpeed-MoE, arXiv 2201.05596, sec. 5.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from common.errors import InputError
-from common.models.moe import MixtureOfExperts
+from parallel.tensor import Cut
 
 
 class Exchange(torch.autograd.Function):
@@ -51,69 +55,132 @@ class ExpertParallel(nn.Module):
     Shapes: [..., width] -> the same shape.
 
     Args:
-        router, experts: the layer's; `experts` [(number, expert)] those of this rank, in order.
-        route: `route(tokens)` returns probabilities and chosen experts, both [tokens, choices].
+        layer: the whole layer.
+        library: the `Library` that it comes from.
+        number: of experts on each rank.
         comm: the Collectives of the expert axis.
     """
 
-    def __init__(self, router, experts, route, comm):
+    def __init__(self, layer, library, number, comm):
         super().__init__()
-        self.router, self.route, self.comm = router, route, comm
-        self.experts = nn.ModuleDict({str(number): expert for number, expert in experts})
+        setattr(self, library.router, getattr(layer, library.router))
+        self.experts = library.keep(layer.experts, slice(comm.rank * number, (comm.rank + 1) * number))
+        self.library, self.number, self.comm = library, number, comm
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # [tokens, width]
         if torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = tokens.detach().requires_grad_()  # else ranks without tokens would miss backward's exchanges
-        probability, choice = self.route(self.router, tokens)
+        probability, choice = self.library.route(getattr(self, self.library.router), tokens)
         order = choice.flatten().argsort(stable=True)  # of (token, choice) pairs, by expert
         sent, received = self.count(choice)
         by_rank = [of.sum(dim=1).tolist() for of in (sent, received)]
         arrived = Exchange.apply(tokens[order // choice.shape[1]], self.comm, *by_rank)
-        returned = Exchange.apply(self.compute(arrived, received), self.comm, *reversed(by_rank))
+        returned = Exchange.apply(self.library.compute(self.experts, arrived, received), self.comm, *reversed(by_rank))
         answers = torch.empty_like(returned).index_copy(0, order, returned).view(*choice.shape, -1)
-        return (probability[..., None] * answers).sum(dim=1).view_as(x)
+        return (probability[..., None] * answers).sum(dim=1).to(x.dtype).view_as(x)
 
     def count(self, choice):
         """How many tokens go to each expert of each rank, and how many come from each rank: [E, experts of a rank]."""
         size = self.comm.size
-        sent = choice.flatten().bincount(minlength=size * len(self.experts))
+        sent = choice.flatten().bincount(minlength=size * self.number)
         received = self.comm.buffer(len(sent), dtype=sent.dtype)
         self.comm.all_to_all(sent, received, "the numbers of tokens").wait()
         return [of.view(size, -1).cpu() for of in (sent, received)]
 
-    def compute(self, arrived, received):
-        """The answers of this rank's experts to the tokens that have come, in their order."""
-        pieces, numbers = arrived.split(received.flatten().tolist()), received.T.tolist()
-        answers = []
-        for index, (expert, lengths) in enumerate(zip(self.experts.values(), numbers, strict=True)):
-            own = torch.cat(pieces[index :: len(self.experts)])  # there may be none: its gradient is zero, and comes
-            answers.append(expert(own).split(lengths))
-        return torch.cat([answer for of_rank in zip(*answers, strict=True) for answer in of_rank])
+
+class Library(NamedTuple):
+    """How a library's layers of experts are read, split and computed.
+
+    Args:
+        router: the name of the router in the layer.
+        route: `route(router, tokens)` returns probabilities and chosen experts, both [tokens, choices].
+        keep: `keep(experts, mine)` returns the experts in the slice `mine`, whose parameters keep their names.
+        compute: `compute(experts, arrived, received)` returns the answers to tokens that have come,
+            [tokens, width], in their order: by rank, and by expert. `received` [E, experts of a rank] counts them.
+    """
+
+    router: str
+    route: Callable
+    keep: Callable
+    compute: Callable
 
 
-def zoo_route(router, tokens):
-    """The zoo's: the one expert that the router likes best."""
+def best_expert(router, tokens):
+    """The one expert that the zoo's router likes best."""
     return router(tokens).softmax(dim=-1).max(dim=-1, keepdim=True)
+
+
+def keep_modules(experts, mine):
+    """Of modules in a list these, by the names that they had."""
+    return nn.ModuleDict({str(index): experts[index] for index in range(mine.start, mine.stop)})
+
+
+def compute_in_turn(experts, arrived, received):
+    """One expert after the other, each with the tokens of all ranks."""
+    pieces, numbers = arrived.split(received.flatten().tolist()), received.T.tolist()
+    answers = []
+    for index, (expert, lengths) in enumerate(zip(experts.values(), numbers, strict=True)):
+        own = torch.cat(pieces[index :: len(experts)])  # there may be none: its gradient is zero, and comes
+        answers.append(expert(own).split(lengths))
+    return torch.cat([answer for of_rank in zip(*answers, strict=True) for answer in of_rank])
+
+
+def best_experts(router, tokens):
+    """The experts that a router of Hugging Face's likes best."""
+    _, probability, choice = router(tokens)
+    return probability, choice
+
+
+def keep_rows(experts, mine):
+    """Of experts stacked in parameters [experts, ...] these."""
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(parameter.detach()[mine].clone(), parameter.requires_grad))
+    experts.num_experts = mine.stop - mine.start
+    return experts
+
+
+def compute_stacked(experts, arrived, received):
+    """All at once, by the library's own kernels, as if each token had one choice, taken with certainty.
+
+    Without any token it is one of zeros, whose answer is dropped: the gradient is zero, and comes.
+    """
+    choice = torch.arange(received.shape[1]).repeat(len(received)).repeat_interleave(received.flatten())
+    added = int(len(arrived) == 0)
+    tokens, choice = F.pad(arrived, (0, 0, 0, added)), F.pad(choice, (0, added)).to(arrived.device)
+    return experts(tokens, choice[:, None], tokens.new_ones(len(tokens), 1))[: len(arrived)]
+
+
+HUGGING_FACE = Library("gate", best_experts, keep_rows, compute_stacked)
+LIBRARIES = {  # by a layer's class
+    "MixtureOfExperts": Library("router", best_expert, keep_modules, compute_in_turn),
+    "MixtralSparseMoeBlock": HUGGING_FACE,
+    "Qwen3MoeSparseMoeBlock": HUGGING_FACE,
+}
 
 
 def split(model, axes):
     """Keep of each layer of experts this expert rank's, in place; `axes` then knows their names.
 
     Raises:
-        InputError: the expert ranks do not divide the experts, or there are none.
+        InputError: the expert ranks do not divide the experts; there are none; or a layer draws random numbers.
     """
-    comm, names = axes.expert, set(dict(model.named_parameters()))
-    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, MixtureOfExperts)]
+    comm, whole = axes.expert, dict(model.named_parameters())
+    layers = [(path, layer) for path, layer in model.named_modules() if type(layer).__name__ in LIBRARIES]
     if not layers:
-        raise InputError("the model has no layer of experts that can be split: the zoo's MixtureOfExperts alone can")
+        raise InputError(f"the model has no layer of experts that can be split, which are {', '.join(LIBRARIES)}")
     for path, layer in layers:
-        number, left = divmod(len(layer.experts), comm.size)
+        experts = getattr(layer.experts, "num_experts", None) or len(layer.experts)
+        number, left = divmod(experts, comm.size)
         if left:
-            raise InputError(f"{comm.size} expert ranks do not divide the {len(layer.experts)} experts of {path!r}")
-        mine = range(comm.rank * number, (comm.rank + 1) * number)
-        split_layer = ExpertParallel(layer.router, [(index, layer.experts[index]) for index in mine], zoo_route, comm)
+            raise InputError(f"{comm.size} expert ranks do not divide the {experts} experts of {path!r}")
+        if getattr(layer, "jitter_noise", 0) > 0:
+            raise InputError(f"{path!r} has jitter_noise, which is not split; set router_jitter_noise=0.0")
+        split_layer = ExpertParallel(layer, LIBRARIES[type(layer).__name__], number, comm)
         place, _, name = path.rpartition(".")
         setattr(model.get_submodule(place), name, split_layer)
-        axes.experts |= {f"{path}.experts.{name}" for name, _ in split_layer.experts.named_parameters()}
-    axes.elsewhere = names - set(dict(model.named_parameters()))
+        for name, parameter in split_layer.experts.named_parameters(f"{path}.experts"):
+            axes.experts.add(name)
+            if parameter.shape != whole[name].shape:  # a piece of a stack
+                axes.cuts[name] = Cut(0, 1, len(whole[name]))
+    axes.elsewhere = whole.keys() - dict(model.named_parameters()).keys()

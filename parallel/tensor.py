@@ -249,6 +249,7 @@ def cut_init(init, axes):
         shape = [own.size if dimension == own.dimension else size for dimension, size in enumerate(tensor.shape)]
         whole = tensor.new_full(shape, torch.nan)
         init(name, whole)
-        return tensor.copy_(own.piece(whole, axes.tensor.rank, axes.tensor.size))
+        comm = axes.tensor or axes.expert
+        return tensor.copy_(own.piece(whole, comm.rank, comm.size))
 
     return of_piece

@@ -40,6 +40,7 @@ from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, claim, flush, own_folder, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
+from common.ranks.axes import shape_in_files
 from common.ranks.trace import comes_true
 from common.tensors import length, map_tensors, within
 
@@ -219,7 +220,7 @@ def _places(engine, states):
         f"{'parameters' if state is None else f'optimizer/{state}'}/{name}@{there.start}": (bucket, state, dtype, here)
         for bucket, of_bucket in states.items()
         for state, dtype in {None: _dtype(bucket), **of_bucket.dtypes}.items()
-        for name, there, here in bucket.overlaps(bucket.shard(engine.rank))
+        for name, there, here in bucket.in_files(bucket.shard(engine.rank))
         if state is None or state in of_bucket.of[name][0]
     }
 
@@ -236,7 +237,7 @@ def _parameters(engine, states):
         for slot in bucket.slots.values():
             elementwise, scalars = of_bucket.of[slot.name]
             parameters[slot.name] = {
-                "shape": list(slot.shape),
+                "shape": list(shape_in_files(bucket.members[slot.name])),
                 "dtype": str(_dtype(bucket)).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
                 "whole": bucket.kind.whole,
@@ -246,16 +247,17 @@ def _parameters(engine, states):
                 "pieces": [],  # [writing rank, first element, end]
             }
         for rank in range(engine.rank % bucket.kind.replica_stride, engine.world_size, bucket.kind.replica_stride):
-            for name, there, _ in bucket.overlaps(bucket.shard(rank)):
+            for name, there, _ in bucket.in_files(bucket.shard(rank)):
                 parameters[name]["pieces"].append([rank, there.start, there.stop])
     return parameters
 
 
 def _of_all_experts(engine, parameters):
     """Descriptions of all parameters, those of other ranks' experts too: a collective, if there are any."""
-    own = {name: map_tensors(detached, parameters[name]) for name in parameters.keys() & engine.axes.experts}
+    own = {name: map_tensors(detached, parameters.pop(name)) for name in parameters.keys() & engine.axes.experts}
     for theirs in engine.axes.expert.gather_objects(own, "the experts") if engine.axes.expert else ():
-        parameters |= theirs
+        for name, told in theirs.items():  # of a stack each rank has pieces
+            parameters.setdefault(name, {**told, "pieces": []})["pieces"] += told["pieces"]
     return parameters
 
 
@@ -340,7 +342,7 @@ def _files_needed(engine, index):
     return {
         rank
         for bucket in engine.buckets + engine.frozen
-        for name, there, _ in bucket.overlaps(engine.owned(bucket).parameters)
+        for name, there, _ in bucket.in_files(engine.owned(bucket).parameters)
         for rank, begin, end in index["parameters"][name]["pieces"]
         if begin < there.stop and there.start < end
     }

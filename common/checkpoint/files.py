@@ -39,7 +39,7 @@ class Files:
         """The whole model, a collective: keys of model.state_dict(), full tensors on the CPU.
 
         Parameters with fp32 master weights come as these, others in their own dtype; buffers and extra state are rank
-        0's.
+        0's. Of a model split by experts it has all experts.
 
         Args:
             to_rank: the rank of the engine's group that gets it; the others send their shards, and get {}. With None
@@ -57,12 +57,26 @@ class Files:
         values, here = {}, to_rank in (None, self.rank)
         for bucket in self.buckets + self.frozen:  # one is gathered at a time
             whole = whole_of(bucket, bucket.unrounded(self.comm.device), to_rank)
-            for name, parameter in bucket.members.items() if here else ():
+            kept = here or (whole is not None and bucket.kind.replica_stride > 1)  # experts go on from there
+            for name, parameter in bucket.members.items() if kept else ():
                 values[parameter] = bucket.view(whole, name).detach().cpu().clone()
             del whole  # freed before the next is allocated
         state = self.state_as_it_stands() if here else {}
         values |= {buffer: buffer.detach().cpu().clone() for buffer in self.module.buffers()} if here else {}
-        return {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
+        experts = self._all_experts(values)
+        found = {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
+        return found | experts if here else found
+
+    def _all_experts(self, values):
+        """All ranks' experts, {name: tensor}, a stack's pieces joined. A collective; {} without an expert axis."""
+        if self.axes.expert is None:
+            return {}
+        named, found = self._module.named_parameters(), {}
+        own = {name: values[own] for name, own in named if name in self.axes.experts and own in values}
+        for theirs in self.axes.expert.gather_objects(own, "the experts"):
+            for name, value in theirs.items():
+                found[name] = torch.cat([found[name], value]) if name in found else value
+        return found
 
     @past_subclasses  # a hook that reads a freed weight is refused, by the key that it adds
     def state_as_it_stands(self):

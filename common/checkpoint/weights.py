@@ -16,6 +16,7 @@ from common.checkpoint import model_state, tensor_file
 from common.checkpoint.index import check_not_dcp
 from common.errors import InputError
 from common.ranks.agreement import check_agreement, together
+from common.ranks.axes import shape_in_files
 from common.tensors import checksum, distinct
 
 
@@ -114,7 +115,7 @@ def names_in(source, state, extra_state=()):
 
 def check_kind(what, found, tensor):
     """Raise InputError unless what was `found`, (dtype, shape), can become a tensor's values."""
-    theirs, ours = tensor_file.kind(*found), tensor_file.kind(tensor.dtype, tensor.shape)
+    theirs, ours = tensor_file.kind(*found), tensor_file.kind(tensor.dtype, shape_in_files(tensor))
     if theirs != ours:
         raise InputError(f"{what} is {theirs} there and {ours} here; build the model that it was saved from")
 
@@ -124,7 +125,7 @@ def check_range(engine, source, name_of):
     casts = [
         (name, bucket.members[name], there.start, there.stop, bucket.kind.dtype)
         for bucket in engine.buckets + engine.frozen
-        for name, there, _ in bucket.overlaps(bucket.shard(engine.rank))
+        for name, there, _ in bucket.in_files(bucket.shard(engine.rank))
     ]
     casts += [(name, b, 0, b.numel(), b.dtype) for name, b in engine.module.named_buffers() if b in name_of]
     for name, tensor, start, stop, dtype in casts:
@@ -150,6 +151,6 @@ def fill(engine, source, name_of):
 def fill_part(source, bucket, names, target, part):
     """Read slice `part` of a bucket's run into a flat tensor, by {parameter: name in the source}; else zeros."""
     target.zero_()
-    for name, there, here in bucket.overlaps(part):
+    for name, there, here in bucket.in_files(part):
         if name in names:
             source.read(names[name], there.start, target[here])

@@ -34,12 +34,16 @@ PADDING = 1.1  # buckets of dealt parameters grow until their shards are nearly 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a run: elements [offset, offset + numel)."""
+    """The place of one parameter in a run: elements [offset, offset + numel).
+
+    It may be a piece of what files have, as a rank's experts are of a stack of all: `stack` is (piece, pieces).
+    """
 
     name: str
     shape: tuple
     numel: int
     offset: int
+    stack: tuple = (0, 1)
 
     @property
     def end(self):
@@ -128,6 +132,12 @@ class FlatRange:
             if common.start < common.stop:
                 yield slot.name, within(common, slice(slot.offset, slot.end)), within(common, part)
 
+    def in_files(self, part):
+        """`overlaps`, by elements of the parameter as files have it."""
+        for name, there, here in self.overlaps(part):
+            first = self.slots[name].stack[0] * self.slots[name].numel
+            yield name, slice(first + there.start, first + there.stop), here
+
     def cut(self, part, key_of):
         """Cut elements `part` of the run before each parameter whose `key_of(name)` differs from the last one's.
 
@@ -169,7 +179,8 @@ def deal(named_parameters, kind, ranks):
     for name, parameter in sorted(named_parameters, key=lambda member: -member[1].numel() if ranks > 1 else 0):
         end, rank = heapq.heappop(ends)
         offset = round_up(end, kind.slot_alignment)
-        shards[rank].append(Slot(name, tuple(parameter.shape), parameter.numel(), offset))
+        stack = getattr(parameter, "stack", (0, 1))
+        shards[rank].append(Slot(name, tuple(parameter.shape), parameter.numel(), offset, stack))
         heapq.heappush(ends, (shards[rank][-1].end, rank))
     return shards
 

@@ -42,7 +42,8 @@ class Axes:
         part: the name of this rank's part of the model, such as "tensor-0-of-2"; "" if there is one part.
         replica_stride: every so many ranks hold the same experts; 1 without an expert axis.
         experts, elsewhere: names of the parameters of this rank's experts, and of others': see `parallel.expert.split`.
-        cuts: how the other parameters were cut, {name: `parallel.tensor.Cut`}: `parallel.tensor.split` sets it.
+        cuts: how parameters were cut, {name: `parallel.tensor.Cut`}: those that are not whole on the tensor axis, and
+            stacks of experts.
 
     Source: Megatron-LM, arXiv 1909.08053, sec. 3; the names of axes are those of its successor, arXiv 2104.04473.
     """
@@ -67,7 +68,7 @@ class Axes:
 
     def cut_of(self, name: str) -> Any:
         """How a parameter is cut, for checkpoints; None if it is whole, [] if that is not known."""
-        return self.cuts.get(name, None if self.tensor is None or name in self.whole else [])
+        return None if self.tensor is None or name in self.whole else self.cuts.get(name, [])
 
     def mark(self, model: nn.Module) -> None:
         """Note on each parameter whether tensor ranks hold other pieces of it, for buckets of its kind."""
@@ -77,6 +78,9 @@ class Axes:
             elif hasattr(parameter, "cut_on_tensor_axis"):  # of an engine before
                 del parameter.cut_on_tensor_axis
             parameter.replica_stride = self.replica_stride if name in self.experts else 1
+            parameter.stack = 0, 1
+            if self.expert is not None and name in self.cuts:
+                parameter.stack = self.expert.rank, self.expert.size
 
     def check(self, model: nn.Module, comm: Collectives) -> None:
         """Refuse a data-parallel group, `comm`, that shares more than this rank with an axis; and unknown names."""
@@ -176,6 +180,12 @@ class Axes:
         for comm in self.by_name.values():
             tensor = comm.maximum(tensor, label)
         return tensor
+
+
+def shape_in_files(parameter: Tensor) -> tuple[int, ...]:
+    """Its shape as files have it: the pieces of a stack of experts lie end to end along the first dimension."""
+    pieces = getattr(parameter, "stack", (0, 1))[1]
+    return (*(size * pieces for size in parameter.shape[:1]), *parameter.shape[1:])
 
 
 ALONE = Axes()  # there is no other axis

@@ -10,6 +10,7 @@ from common.checkpoint import model_state
 from common.checkpoint.optimizer_state import name_of
 from common.checkpoint.weights import names_in
 from common.errors import InputError
+from common.ranks.axes import shape_in_files
 from interop.formats.dcp import LOSS_SCALER, Source
 
 PARAMS = "param_groups.0.params"
@@ -47,7 +48,7 @@ def read(engine, folder):
         # A script may give its optimizer frozen parameters, which it skips.
         takes_part = parameter.requires_grad or name in states
         parameters[name] = {
-            "shape": list(parameter.shape),
+            "shape": list(shape_in_files(parameter)),
             "dtype": str(source.tensors[f"parameters/{name}"][0]).removeprefix("torch."),
             "group": group_of.get(name) if takes_part else None,
             "whole": name in group_of and groups[group_of[name]].get("whole", False),
@@ -127,7 +128,7 @@ def _states(source, at, named, whole):
     # For a scalar parameter both kinds have its shape; other parameters' states tell them apart.
     single = {"step"} | {one for name, one, key in found if shape_of[key] in (None, ()) and named[name].shape != ()}
     for name, one, key in found:
-        expected = () if one in single else named[name].shape
+        expected = () if one in single else shape_in_files(named[name])
         if shape_of[key] not in (expected, None if one in single else expected):
             raise InputError(f"{key!r} has shape {list(shape_of[key])} there, and needs {list(expected)} here")
     values = source.values([key for _, one, key in found if one in single])

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from pieces import in_pieces
@@ -15,7 +16,7 @@ from training import ADAMW, BUCKET_MB, text
 from common import models
 from common.data import Batches
 from common.engines import find_engine
-from common.models.gpt import GPT, FeedForward, GPTConfig
+from common.models.gpt import GPT, Decoder, FeedForward, GPTConfig
 from common.models.moe import MoEGPT
 from common.ranks.axes import Axes
 from common.tiers.activations import HostActivations
@@ -23,6 +24,7 @@ from parallel import expert, pipeline, tensor
 from parallel.activations import PartitionedActivations
 
 AXES = ("pipeline", "data", "tensor")
+TRANSFORMERS = ("Qwen3Moe", "Mixtral")
 SGD = functools.partial(torch.optim.SGD, lr=0.1)  # it shows a factor on the gradients, which Adam hides
 
 
@@ -78,11 +80,11 @@ def six_heads(feed_forward=FeedForward):
 
 
 def build(model):
-    """A model on the meta device, of the zoo or by a function."""
-    if isinstance(model, str):
+    """A model on the meta device, of the zoo, of Hugging Face's or by a function."""
+    if isinstance(model, str) and model not in TRANSFORMERS:
         return models.build(model)
     with torch.device("meta"):
-        return model()
+        return OfTransformers(model) if model in TRANSFORMERS else model()
 
 
 def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=None, partitioned=None, **options):
@@ -109,6 +111,24 @@ def twelve():
     return MoEGPT(GPTConfig(layers=2, width=16, heads=2, sequence=16), experts=12)
 
 
+class OfTransformers(Decoder):
+    """A model of Hugging Face's with twelve experts, of which a token takes two, one expert's product at a time."""
+
+    window = 17
+
+    def __init__(self, kind):
+        nn.Module.__init__(self)
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "head_dim": 16}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}
+        sizes |= {"num_experts": 12, "num_local_experts": 12, "num_experts_per_tok": 2}
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        self.model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+
+    def forward(self, inputs):
+        return self.model(inputs).logits
+
+
 @functools.cache
 def data_by_expert(device, *shape):
     return init_device_mesh(device, shape, mesh_dim_names=("data", "expert"))
@@ -121,7 +141,8 @@ def expert_engine(world, engine, ranks=2, seed=0, model=twelve, checkpoints=None
     if axes.expert is not None:
         expert.split(module, axes)
     module.checkpoint_activations = checkpoints
-    options = {"bucket_mb": BUCKET_MB, "deterministic": True, "init": models.initial_values(seed), **options}
+    init = tensor.cut_init(models.initial_values(seed), axes)
+    options = {"bucket_mb": BUCKET_MB, "deterministic": True, "init": init, **options}
     return find_engine(engine)(module, optimizer, model_parallel=axes, **options)
 
 

@@ -1,11 +1,14 @@
 """Expert parallelism: the bits of all ranks' routers, sends and experts computed in turn, in stages 0 to 3."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
-from split_training import SGD, build, expert_engine, on_one_thread, twelve
-from torch.nn.functional import cross_entropy
+from split_training import SGD, TRANSFORMERS, build, expert_engine, on_one_thread, twelve
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
 from torch.nn.utils import clip_grad_norm_
 from training import STAGES, make_engine, message_in_step, same_bits, text
 
@@ -14,6 +17,7 @@ from common.data import Batches
 from common.models.gpt import GPTConfig
 from common.models.moe import MoEGPT
 from common.models.recompute import KINDS
+from parallel.expert import LIBRARIES
 
 STEPS, SAMPLES = 3, 12
 BOUND = 1e-6  # relative; with Adam the third step is farther, split or not: it enlarges rounding of small gradients
@@ -36,11 +40,8 @@ def train(world, made, micro_batches=1, begin=0, steps=STEPS):
 
 
 def whole(made):
-    """The weights of all experts and of all else."""
-    state = made.full_state_dict()
-    for theirs in made.axes.expert.gather_objects(state) if made.axes.expert else ():
-        state |= theirs
-    return dict(sorted(state.items()))  # in one order on all ranks
+    """The weights of all experts and of all else, in one order on all ranks."""
+    return dict(sorted(made.full_state_dict().items()))
 
 
 @on_one_thread
@@ -55,48 +56,76 @@ def split(world, engine, ranks, micro_batches=1, **options):
 # ---- all ranks in turn ------------------------------------------------------------------------------------------
 
 
-def layers_in_turn(layers, inputs, ranks):
-    """What copies of a layer of experts, one for each data rank, give: an expert is its owner's, of E in a row."""
-    each, answers = len(layers[0].experts) // ranks, []
-    tokens = [x.flatten(0, -2) for x in inputs]
-    routed = [layer.router(own).softmax(dim=-1).max(dim=-1) for layer, own in zip(layers, tokens, strict=True)]
-    orders = [choice.argsort(stable=True) for _, choice in routed]
-    parts = [
-        own[order].split(choice.bincount(minlength=len(layers[0].experts)).tolist())
-        for own, order, (_, choice) in zip(tokens, orders, routed, strict=True)
-    ]
-    for first in range(0, len(layers), ranks):
-        group, of_experts = range(first, first + ranks), []
-        for index in range(len(layers[0].experts)):
-            of_ranks = [parts[rank][index] for rank in group]
-            answer = layers[first + index // each].experts[index](torch.cat(of_ranks))
-            of_experts.append(answer.split([len(part) for part in of_ranks]))
-        for rank, own in zip(group, zip(*of_experts, strict=True), strict=True):
-            placed = torch.zeros_like(tokens[rank]).index_copy(0, orders[rank], torch.cat(own))
-            answers.append((routed[rank][0][:, None] * placed).view_as(inputs[rank]))
-    return answers
+class Meeting:
+    """Where the copies of a model, a thread each, meet at every layer of experts: the last to come computes for all.
+
+    An expert is its owner's, of `ranks` in a row, and takes the tokens of all in their order.
+    """
+
+    def __init__(self, copies, ranks):
+        self.ranks, self.layers, self.inputs = ranks, [None] * len(copies), [None] * len(copies)
+        self.barrier = Barrier(len(copies), self.compute, timeout=60)
+        for rank, copy in enumerate(copies):
+            for layer in copy.modules():
+                if type(layer).__name__ in LIBRARIES:
+                    layer.forward = partial(self.forward, rank, layer)
+
+    def forward(self, rank, layer, x):
+        self.layers[rank], self.inputs[rank] = layer, x
+        self.barrier.wait()
+        return self.answers[rank]
+
+    def compute(self):
+        library, self.answers = LIBRARIES[type(self.layers[0]).__name__], []
+        tokens = [x.flatten(0, -2) for x in self.inputs]
+        routers = [getattr(layer, library.router) for layer in self.layers]
+        routed = [library.route(router, own) for router, own in zip(routers, tokens, strict=True)]
+        experts = getattr(self.layers[0].experts, "num_experts", None) or len(self.layers[0].experts)
+        orders = [choice.flatten().argsort(stable=True) for _, choice in routed]
+        parts = [
+            own[order // choice.shape[1]].split(choice.flatten().bincount(minlength=experts).tolist())
+            for own, order, (_, choice) in zip(tokens, orders, routed, strict=True)
+        ]
+        for first in range(0, len(tokens), self.ranks):
+            group, of_experts = range(first, first + self.ranks), []
+            for index in range(experts):
+                of_ranks = [parts[rank][index] for rank in group]
+                owner = self.layers[first + index * self.ranks // experts].experts
+                of_experts.append(answer_of(owner, index, torch.cat(of_ranks)).split([len(part) for part in of_ranks]))
+            for rank, own in zip(group, zip(*of_experts, strict=True), strict=True):
+                probability, choice = routed[rank]
+                answers = torch.empty_like(torch.cat(own)).index_copy(0, orders[rank], torch.cat(own))
+                total = (probability[..., None] * answers.view(*choice.shape, -1)).sum(dim=1)
+                self.answers.append(total.to(answers.dtype).view_as(self.inputs[rank]))
 
 
-def losses_in_turn(copies, windows, ranks):
-    inputs, targets = zip(
-        *(copy.inputs_and_targets(part) for copy, part in zip(copies, windows, strict=True)), strict=True
-    )
-    xs = [copy.embed(own) for copy, own in zip(copies, inputs, strict=True)]
-    for blocks in zip(*(copy.blocks for copy in copies), strict=True):
-        xs = [x + block.attention(block.ln_1(x)) for block, x in zip(blocks, xs, strict=True)]
-        normed = [block.ln_2(x) for block, x in zip(blocks, xs, strict=True)]
-        xs = [x + y for x, y in zip(xs, layers_in_turn([block.mlp for block in blocks], normed, ranks), strict=True)]
-    return [models.loss(copy.predict(x), own) for copy, x, own in zip(copies, xs, targets, strict=True)]
+def answer_of(experts, index, tokens):
+    """What one expert answers, of a list or of Hugging Face's stack."""
+    if isinstance(experts, nn.ModuleList):
+        return experts[index](tokens)
+    gate, up = linear(tokens, experts.gate_up_proj[index]).chunk(2, dim=-1)
+    return linear(experts.act_fn(gate) * up, experts.down_proj[index])
+
+
+def losses_in_turn(copies, windows):
+    def loss_of(copy, part):
+        torch.set_num_threads(1)
+        inputs, targets = copy.inputs_and_targets(part)
+        return models.loss(copy(inputs), targets)
+
+    with ThreadPoolExecutor(len(copies)) as threads:
+        return list(threads.map(loss_of, copies, windows))
 
 
 @on_one_thread
-def in_turn(world, size, ranks, micro_batches=1, precision="fp32", **options):
+def in_turn(world, size, ranks, micro_batches=1, precision="fp32", model=twelve, **options):
     """One process: copies of the model for `size` ranks, means in rank order, steps of the whole model's engine."""
-    made = make_engine("stage0_ddp", build(twelve), precision=precision, **options)
-    copies = [build(twelve) for _ in range(size)]
+    made = make_engine("stage0_ddp", build(model), precision=precision, **options)
+    copies = [build(model) for _ in range(size)]
     for copy in copies:
         models.materialize(copy, models.initial_values(0), world.device)
         copy.to(made.dtype)
+    Meeting(copies, ranks)
     batches, found = Batches(text(), made.module.window, SAMPLES), [[] for _ in copies]
     for step in range(STEPS):
         with torch.no_grad():
@@ -106,7 +135,7 @@ def in_turn(world, size, ranks, micro_batches=1, precision="fp32", **options):
         windows = [batches.of(step, rank, size).to(world.device).chunk(micro_batches) for rank in range(size)]
         totals, means = [0.0] * size, {}
         for parts in zip(*windows, strict=True):
-            losses = [loss / micro_batches for loss in losses_in_turn(copies, parts, ranks)]
+            losses = [loss / micro_batches for loss in losses_in_turn(copies, parts)]
             sum(losses).backward()
             totals = [total + loss.item() for total, loss in zip(totals, losses, strict=True)]
             for name, of_copies in zip(
@@ -130,10 +159,11 @@ def in_turn(world, size, ranks, micro_batches=1, precision="fp32", **options):
 
 
 OPTIONS = [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "micro_batches": 2}]
+CASES = [(size, ranks, options) for size, ranks in LAYOUTS for options in OPTIONS]
+CASES += [(4, 2, {"model": model, "precision": precision}) for model in TRANSFORMERS for precision in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize(("size", "ranks"), LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("size", "ranks", "options"), CASES, ids=str)
 def test_a_split_model_has_the_bits_of_all_ranks_computed_in_turn(worlds, size, ranks, options):
     options = {**options, "clip_norm": 0.5}
     expected, weights = worlds(1).run(partial(in_turn, size=size, ranks=ranks, **options))[0]
@@ -147,9 +177,9 @@ def test_a_split_model_has_the_bits_of_all_ranks_computed_in_turn(worlds, size, 
 
 
 @on_one_thread
-def in_float64(world):
+def in_float64(world, model):
     """(loss, norm) of each step of the whole model in float64, without an engine."""
-    module = build(twelve)
+    module = build(model)
     models.materialize(module, models.initial_values(0), world.device)
     module.double()
     optimizer, batches, found = SGD(module.parameters()), Batches(text(), module.window, SAMPLES), []
@@ -163,11 +193,14 @@ def in_float64(world):
     return found
 
 
-@pytest.mark.parametrize(("size", "ranks"), LAYOUTS)
-def test_losses_and_norms_are_those_of_the_whole_model_in_float64(worlds, size, ranks):
-    ended = worlds(size).run(partial(split, ranks=ranks, clip_norm=0.5, optimizer=SGD), "stage1_os")
+WHOLE = [(*layout, twelve) for layout in LAYOUTS] + [(4, 2, model) for model in TRANSFORMERS]
+
+
+@pytest.mark.parametrize(("size", "ranks", "model"), WHOLE)
+def test_losses_and_norms_are_those_of_the_whole_model_in_float64(worlds, size, ranks, model):
+    ended = worlds(size).run(partial(split, ranks=ranks, clip_norm=0.5, optimizer=SGD, model=model), "stage1_os")
     losses = [sum(of_step) / size for of_step in zip(*([loss for loss, _ in found] for found, _ in ended), strict=True)]
-    expected = worlds(1).run(in_float64)[0]
+    expected = worlds(1).run(partial(in_float64, model=model))[0]
     assert losses == pytest.approx([loss for loss, _ in expected], rel=BOUND)
     assert [norm for _, norm in ended[0][0]] == pytest.approx([norm for _, norm in expected], rel=BOUND)
 
@@ -203,24 +236,38 @@ def test_tokens_travel_there_and_back_in_each_forward_and_in_backward(world, kin
 
 
 @pytest.mark.parametrize(("writer", "reader"), list(zip(STAGES, (*STAGES[1:], STAGES[0]), strict=True)))
+@pytest.mark.parametrize("model", [twelve, "Qwen3Moe"])
 @pytest.mark.ranks(4)
-def test_a_checkpoint_has_the_global_names_of_experts_and_fits_any_layout(world, tmp_path, writer, reader):
+def test_a_checkpoint_has_the_global_names_of_experts_and_fits_any_layout(world, tmp_path, writer, reader, model):
     """Saved from two expert ranks: in another layout, in the whole model, and back."""
-    first = expert_engine(world, writer)
+    first = expert_engine(world, writer, model=model)
     train(world, first, steps=2)
     first.save(tmp_path / "split")
-    four, one, back = (expert_engine(world, reader, ranks, seed=1) for ranks in (4, 1, 2))
+    four, one, back = (expert_engine(world, reader, ranks, 1, model) for ranks in (4, 1, 2))
     four.load(tmp_path / "split")
     one.load(tmp_path / "split")
     one.save(tmp_path / "whole")
     back.load(tmp_path / "whole")
-    fresh = expert_engine(world, reader, 4, seed=1)
+    fresh = expert_engine(world, reader, 4, 1, model)
     fresh.load_weights(whole(first))
     for made in (four, one, back, fresh):
         assert same_bits(whole(made), whole(first))
     for made in (first, back):
         train(world, made, begin=2)
     assert same_bits(whole(back), whole(first))
+
+
+@pytest.mark.parametrize("model", [twelve, *TRANSFORMERS])
+@pytest.mark.ranks(2)
+def test_a_model_that_has_weights_keeps_them(world, stage, model):
+    def built():
+        module = build(model)
+        models.materialize(module, models.initial_values(1), world.device)
+        return module
+
+    made = expert_engine(world, stage, model=built, init=None)
+    assert same_bits(whole(made), dict(sorted(built().state_dict().items())))
+    assert bool(made.full_state_dict(to_rank=1)) == (world.rank == 1)
 
 
 @pytest.mark.ranks(4)
@@ -271,9 +318,18 @@ def test_engines_that_hold_all_experts_say_so(world, one):
 
 
 @pytest.mark.ranks(2)
-def test_experts_that_the_ranks_do_not_divide_are_refused(world):
+def test_layers_that_cannot_be_split_are_refused(world):
     def three():
         return MoEGPT(GPTConfig(layers=1, width=16, heads=2, sequence=16), experts=3)
 
-    assert "do not divide the 3 experts" in message_in_step(expert_engine, world, "stage0_ddp", model=three)
-    assert "no layer of experts" in message_in_step(expert_engine, world, "stage0_ddp", model="gpt-tiny")
+    def jittering():
+        module = twelve()
+        module.blocks[1].mlp.jitter_noise = 0.1  # as Mixtral's layers may have
+        return module
+
+    for model, message in (
+        (three, "do not divide the 3 experts"),
+        (jittering, "set router_jitter_noise=0.0"),
+        ("gpt-tiny", "no layer of experts"),
+    ):
+        assert message in message_in_step(expert_engine, world, "stage0_ddp", model=model)
