@@ -145,6 +145,7 @@ record-second-machine: $(INSTALLED)
 
 record-small-models: $(INSTALLED)
 	$(BIN)/python -m lab.bench --models gpt-nano,gpt-micro,gpt-mini --precisions fp32 --nproc 2 --engines stage0_ddp,stage1_os,stage2_grad,stage3_param --peers TorchDDP --worlds 3 --rounds 4 --json results/bench_cpu_small_models.json
+	$(BIN)/python -m lab.bench --models gpt-nano,gpt-mini --precisions bf16 --nproc 2 --engines stage0_ddp,stage1_os,stage2_grad,stage3_param --peers TorchDDP,FSDP2 --worlds 3 --rounds 4 --json results/bench_cpu_bf16.json
 
 record-small-send-buffers: $(INSTALLED)
 	$(BIN)/python -m lab.bench --nproc 2,4 --oversubscribe --engines stage0_ddp,stage1_os,stage2_grad --peers TorchDDP --precisions fp32 --small-send-buffers --worlds 3 --rounds 4 --json results/bench_cpu_small_send_buffers.json
