@@ -118,7 +118,7 @@ def continue_from(engine: Any, old: Any) -> None:
         ours, theirs = map(optimizer_state.name_of, (engine.optimizer, old.optimizer))
         if ours != theirs:
             raise InputError(f"the old engine's optimizer is {theirs}, and this one's is {ours}; give the same")
-        if engine.axes.experts != old.axes.experts:
+        if engine.axes.replica_stride != old.axes.replica_stride:
             raise InputError("the old engine's ranks hold other experts; use old.save(path) and engine.load(path)")
         home = {name: bucket for bucket in old.buckets + old.frozen for name in bucket.slots}
         shape_of = {name: bucket.slots[name].shape for name, bucket in home.items()}

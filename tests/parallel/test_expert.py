@@ -257,6 +257,16 @@ def test_a_checkpoint_has_the_global_names_of_experts_and_fits_any_layout(world,
     assert same_bits(whole(back), whole(first))
 
 
+@pytest.mark.parametrize("model", [twelve, "Qwen3Moe"])
+@pytest.mark.ranks(4)
+def test_an_engine_continues_from_one_with_as_many_expert_ranks(world, stage, model):
+    old, new, other = (expert_engine(world, stage, ranks, seed, model) for ranks, seed in ((2, 0), (2, 1), (4, 1)))
+    train(world, old, steps=1)
+    new.continue_from(old)
+    assert same_bits(whole(new), whole(old))
+    assert "hold other experts" in message_in_step(other.continue_from, old)
+
+
 @pytest.mark.parametrize("model", [twelve, *TRANSFORMERS])
 @pytest.mark.ranks(2)
 def test_a_model_that_has_weights_keeps_them(world, stage, model):
