@@ -32,7 +32,7 @@ class Chain(Collectives):
     """The Collectives of the ranks at this rank's place in all nodes, with a mean over all ranks of all nodes.
 
     Args:
-        comm: the engine's Collectives. Its `ranks_per_node` says what a node is.
+        comm: the engine's Collectives, or those of an expert's replicas. Its `ranks_per_node` says what a node is.
 
     Attributes:
         inside: the Collectives of this rank's node.
@@ -40,7 +40,7 @@ class Chain(Collectives):
 
     def __init__(self, comm):
         self.inside, across = comm.by_nodes()
-        super().__init__(across.group, parent=comm, where=ACROSS_NODES)
+        super().__init__(across.group, parent=comm, where=across.where)
         self.ordered, self._reduce_dtype, self.ranks_per_node = comm.ordered, self.inside._reduce_dtype, 1
         self._comm = comm
 
@@ -103,7 +103,7 @@ class Chain(Collectives):
                     sends.append((node + 1, self._send(totals[slot], node + 1)))
                     returning.append(self._receive(means[slot], node + 1))
                 else:
-                    means[slot].copy_(totals[slot].div_(self._comm.size))
+                    means[slot].copy_(totals[slot].div_(self._comm.over))
             if slot >= lag:
                 if node < last:
                     self._with(node + 1, returning[slot - lag].wait)
@@ -147,12 +147,17 @@ def _add(total, terms):
 class ReplicatedBucket(Bucket):
     """A bucket that each node has once: its p-th rank keeps part p of P, which is R of the N shards.
 
+    Args:
+        chains: {replica_stride of a kind: the Chain of the ranks that hold the same}.
+
     Attributes:
+        chain: that of its kind.
         node_sums: this node's sum of gradients that did not cross, fp32 [part], if there are any: a list of one tensor.
     """
 
-    def __init__(self, named_parameters, kind, world_size, ranks_per_node):
-        self.ranks_per_node, self.nodes = ranks_per_node, world_size // ranks_per_node
+    def __init__(self, named_parameters, kind, world_size, chains):
+        self.chain = chains[kind.replica_stride]
+        self.ranks_per_node, self.nodes = self.chain.inside.size, self.chain.size
         super().__init__(named_parameters, kind, world_size)
 
     def part(self, place):
@@ -161,8 +166,9 @@ class ReplicatedBucket(Bucket):
 
     def shard(self, rank):
         """The elements that a rank writes to files: of what its place keeps, another shard in each node."""
-        node, place = divmod(rank, self.ranks_per_node)
-        return super().shard(place * self.nodes + node)
+        stride = self.kind.replica_stride
+        node, place = divmod(rank // stride, self.ranks_per_node)
+        return super().shard((place * self.nodes + node) * stride)
 
     @property
     def pending(self):
@@ -216,7 +222,7 @@ class HybridAccounting(Accounting):
 
     def sent_once(self, bucket, collective):
         """See `Accounting.sent_once`."""
-        chain, mean = self._engine.chain, bucket.parameters
+        chain, mean = bucket.chain, bucket.parameters
         if collective.endswith(ACROSS_NODES):
             return chain.sent(mean)
         sent_in = mean.dtype if collective == "all_gather" + IN_NODE else chain.reduced_in(mean.dtype)

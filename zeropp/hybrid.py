@@ -28,6 +28,7 @@ import torch
 
 import stage3_param
 from common.engine import Owned
+from common.errors import InputError
 from common.ranks import nodes
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from zeropp.chain import Chain, HybridAccounting, ReplicatedBucket
@@ -45,11 +46,11 @@ class Engine(stage3_param.Engine):
             "2-hop gradient synchronization" in MiCS.) Takes 4/P Ψ bytes more between micro-batches.
 
     Raises:
-        InputError: `ranks_per_node` does not divide the world size, or nodes have unequal numbers of ranks.
+        InputError: `ranks_per_node` does not divide the world size, nodes have unequal numbers of ranks, or expert
+            ranks in a row lie in several nodes.
     """
 
     accounting_class = HybridAccounting
-    holds_experts = False
     own_options = ("defer_all_reduce", "ranks_per_node", *stage3_param.Engine.own_options)
     crosses = crossing = True  # whether the next backward's gradients cross, and whether this one's do
 
@@ -61,6 +62,11 @@ class Engine(stage3_param.Engine):
         """Validate the nodes too."""
         if self.ranks_per_node is not None:
             self.comm.ranks_per_node = nodes.check_ranks_per_node(self.ranks_per_node, self.world_size)
+        per_node, experts = self.comm.ranks_per_node, self.axes.replica_stride
+        if per_node % experts:
+            raise InputError(
+                f"{experts} expert ranks do not divide nodes of {per_node}; give a number that does, or ranks_per_node="
+            )
         return super().check_optimizer(optimizer)
 
     def owned(self, bucket):
@@ -72,34 +78,36 @@ class Engine(stage3_param.Engine):
         """The traffic table: stage 3's collectives inside the node, and across it the means."""
         times = {name + IN_NODE: number for name, number in super().sends(bucket, reductions).items()}
         crossings = (reductions - self.accounting.last_kept_back) * bucket.kind.trainable
-        return {**times, ("chain" if self.comm.ordered else "all_reduce") + ACROSS_NODES: crossings}
+        return {**times, ("chain" if bucket.chain.ordered else "all_reduce") + ACROSS_NODES: crossings}
 
     def partition(self):
-        """Before training: find the nodes, and cut the model as stage 3 does."""
+        """Before training: find the nodes, for experts the replicas in them, and cut the model as stage 3 does."""
         nodes.check_even(self.comm, self.ranks_per_node)
-        self.chain = Chain(self.comm)
-        self.bucket_class = partial(ReplicatedBucket, ranks_per_node=self.comm.ranks_per_node)
+        comms = {1: self.comm, self.axes.replica_stride: self.replicas}  # by a kind's replica_stride
+        self.replicas.ranks_per_node = self.comm.ranks_per_node // self.axes.replica_stride
+        self.chains = {stride: Chain(comm) for stride, comm in comms.items()}
+        self.bucket_class = partial(ReplicatedBucket, chains=self.chains)
         super().partition()
 
     @property
     def shard_comm(self):
         """The ranks that have everything once: those of this node."""
-        return self.chain.inside
+        return self.chains[1].inside
 
-    # ---- parameters come, gradients go ------------------------------------------------------------------------
+    def comm_of(self, kind):
+        """The ranks that have a bucket once: of an expert's replicas those of this node."""
+        return self.chains[kind.replica_stride].inside
 
-    def all_gather(self, bucket):
-        """Phases 1 and 3, inside the node."""
-        return self.shard_comm.all_gather(bucket.parameters, bucket.full_parameters, bucket.name)
+    # ---- gradients go ------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, bucket):
         """Phase 5: to the mean over all ranks or, if this backward does not cross, to a sum over this node's."""
         if self.crossing:
             sums, bucket.node_sums = bucket.node_sums, []
-            return self.chain.mean(bucket.local_gradients, bucket.gradient_shard, sums, bucket.name)
+            return bucket.chain.mean(bucket.local_gradients, bucket.gradient_shard, sums, bucket.name)
         if not bucket.node_sums:
             bucket.node_sums = [torch.zeros_like(bucket.gradient_shard, dtype=torch.float32)]
-        return self.chain.add_up(bucket.local_gradients, *bucket.node_sums, bucket.name)
+        return bucket.chain.add_up(bucket.local_gradients, *bucket.node_sums, bucket.name)
 
     @contextmanager
     def no_sync(self):

@@ -128,15 +128,15 @@ class Accounting:
             columns = 1 if engine.axes.tensor is None and engine.axes.expert is None else 2
             predicted[gathers] += 8 * columns * numbers  # float64s for the norm
         elif engine.takes_norm and engine.axes.expert is not None:
-            predicted[gathers] += 8 * others  # that of the experts
+            predicted[gathers] += 8 * numbers  # that of the experts
         if engine.options.counts:
             predicted["all_gather"] += 8 * len(engine.param_groups) * others  # a checksum of each group's options
         for what, bucket, number in self._last_looks:
             if what == "compared":
                 predicted["all_gather"] += 8 * number * others  # a checksum for each
             elif what == "read" and sharded:
-                to = numbers if bucket.kind.replica_stride == 1 else bucket.comm.size - 1
-                predicted[gathers + among(bucket)] += bucket.shard_numel * number * to
+                size = bucket.comm.size
+                predicted[gathers + among(bucket)] += bucket.padded_numel // size * (size - 1) * number
         for exchange in engine.exchanges.values():
             predicted["exchange" + shards.where] += exchange.sent()[0]
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies
@@ -154,11 +154,11 @@ class Accounting:
         engine, predicted = self._engine, {}
         for collective, sent in engine.predicted_wire_bytes_per_step().items():
             comm = engine.replicas if collective.endswith(AMONG_REPLICAS) else engine.comm
-            if collective.endswith(ACROSS_NODES):
+            if ACROSS_NODES in collective:
                 predicted[collective] = sent
             elif collective == "exchange":
                 predicted[collective] = sum(one.sent()[1] for one in engine.exchanges.values())
-            elif not collective.endswith(IN_NODE) and comm.size > comm.ranks_per_node:
+            elif IN_NODE not in collective and comm.size > comm.ranks_per_node:
                 predicted[collective] = sent * (comm.size - comm.ranks_per_node) // (comm.size - 1)
         return predicted
 

@@ -160,9 +160,13 @@ def gradient_norm(buckets, comm, norm_type=2.0, axes=ALONE):
             place = shard * stride + comm.rank % stride if whole else shard, int(bucket.kind.tensor_cut or stride > 1)
             shards[place] = combine(shards[place], found)
     if whole and axes.expert is not None:
-        shards[:, 1:] = comm.everyones(shards[comm.rank, 1:], "the gradient norm")
+        own = shards[comm.rank :: comm.size, 1].contiguous()
+        shards[:, 1] = comm.everyones(own, "the gradient norm").T.flatten()
     if not whole:
         shards = comm.everyones(shards.view(-1), "the gradient norm").view(-1, columns)
+        # A rank of a node has several shards of its experts, and the next rank of others: by shard, then by expert.
+        of_experts = shards[:, 1:].unflatten(0, (-1, axes.replica_stride, rows))
+        shards[:, 1:] = of_experts.transpose(1, 2).flatten(0, 2)
     total, *others = shards
     for other in others:
         total = combine(total, other)

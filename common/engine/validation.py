@@ -47,7 +47,7 @@ def agree(engine, optimizer, param_groups, init, keep_fp32, model_parallel):
         if not isinstance(model_parallel, Axes | None):
             raise InputError(f"model_parallel={model_parallel!r}: give common.ranks.axes.Axes(tensor=group), or None")
         if engine.axes.expert is not None and not engine.holds_experts:
-            raise InputError(f"{settings['the engine']} holds all experts; split them around stages 0 to 3")
+            raise InputError(f"{settings['the engine']} holds all experts; take stages 0 to 3 or zeropp.hybrid")
         engine.axes.check(model, comm)
         settings["model_parallel"] = engine.axes.part
         found = [(what, str(value), "give it alike on every rank") for what, value in settings.items()]

@@ -109,11 +109,12 @@ class Collectives:
     def by_nodes(self):
         """The Collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
         groups, places = nodes.groups_of(self, self.ranks_per_node), (nodes.IN_NODE, nodes.ACROSS_NODES)
+        options = {"deterministic": self.ordered, "reduce_dtype": self._reduce_dtype, "parent": self}
         inside, across = (
-            Collectives(group, deterministic=self.ordered, reduce_dtype=self._reduce_dtype, parent=self, where=where)
-            for group, where in zip(groups, places, strict=True)
+            Collectives(group, where=where + self.where, **options) for group, where in zip(groups, places, strict=True)
         )
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
+        inside.over *= self.over // self.size  # so that the mean of the nodes' means is over as many as this one's
         return inside, across
 
     def replicas(self, stride):

@@ -1,4 +1,4 @@
-"""Hybrid sharding by name, in nodes of 2 or 3 ranks if that divides the world size, otherwise of 1."""
+"""Hybrid sharding by name, in nodes of 2, 3 or 4 ranks if that divides the world size, otherwise of 1."""
 
 import torch.distributed as dist
 
@@ -20,5 +20,5 @@ def in_nodes_of(ranks, **own):
     return InNodes
 
 
-Pairs, Threes = in_nodes_of(2), in_nodes_of(3)
+Pairs, Threes, Fours = map(in_nodes_of, (2, 3, 4))
 Deferred = in_nodes_of(2, defer_all_reduce=True)

@@ -7,6 +7,7 @@ import hybrid_probes
 import pytest
 import torch
 from matrix import Cell, ends
+from split_training import expert_engine
 from training import batch_loss, make_engine, same_bits, zoo_engine
 
 from common.loop import sha256
@@ -96,12 +97,14 @@ def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(world, pre
 # ---- NCCL's schedules, by gloo ------------------------------------------------------------------------------------
 
 
-def trained_by(world, name, *, defer=False, **path):
+def trained_by(world, name, experts, *, defer=False, **path):
     """Train two steps of two micro-batches, the first under no_sync; in two nodes on these paths of the collectives."""
     nodes = {"ranks_per_node": world.size // 2, "defer_all_reduce": defer} if path else {}
-    made = make_engine(name, optimizer=functools.partial(torch.optim.SGD, lr=0.1), **nodes)
-    for comm in (made.comm, made.chain, made.chain.inside) if path else ():
-        vars(comm).update(path)
+    build = functools.partial(expert_engine, world) if experts else make_engine
+    made = build(name, optimizer=functools.partial(torch.optim.SGD, lr=0.1), clip_norm=1.0, **nodes)
+    comms = [comm for chain in made.chains.values() for comm in (chain, chain.inside)] if path else []
+    for comm in (made.comm, made.replicas, *comms):
+        vars(comm).update(path if comm.size > 1 else {})
     for step in range(2):
         made.comm.traffic.reset()
         for micro in range(2):
@@ -114,14 +117,18 @@ def trained_by(world, name, *, defer=False, **path):
     return weights
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.ranks(4, 8)
-def test_with_deterministic_the_bits_are_gloos(world):
-    assert same_bits(trained_by(world, "zeropp.hybrid", point_to_point=False), trained_by(world, "stage3_param"))
+def test_with_deterministic_the_bits_are_gloos(world, experts):
+    ours = trained_by(world, "zeropp.hybrid", experts, point_to_point=False)
+    assert same_bits(ours, trained_by(world, "stage3_param", experts))
 
 
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("path", [{"ordered": True}, {"point_to_point": False, "ordered": False}])
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.ranks(4, 8)
-def test_in_nccls_own_order_replicas_stay_alike_and_near_stage_3(world, defer):
-    path = {"point_to_point": False, "ordered": False}
-    ours, stage3 = trained_by(world, "zeropp.hybrid", defer=defer, **path), trained_by(world, "stage3_param")
+def test_in_nccls_own_order_replicas_stay_alike_and_near_stage_3(world, defer, path, experts):
+    ours = trained_by(world, "zeropp.hybrid", experts, defer=defer, **path)
+    stage3 = trained_by(world, "stage3_param", experts)
     assert all(torch.allclose(weights, ours[name], rtol=0, atol=1e-5) for name, weights in stage3.items())
