@@ -1,4 +1,4 @@
-"""What a rank of several axes sends in a step, by axis and collective, predicted from shapes."""
+"""What a rank of several axes sends in a step, by axis and collective, predicted from shapes and routed tokens."""
 
 from collections import Counter
 
@@ -7,13 +7,15 @@ from torch import nn
 from common.engine.layout import round_up
 from common.models.recompute import KINDS
 from parallel.activations import PartitionedActivations
+from parallel.expert import ExpertParallel
 
 
 def predicted(engine, samples, micro_batches=1):
     """Bytes that this rank sends in a step, {axis: {collective: bytes}}, around a zoo model.
 
     Args:
-        engine: built with `model_parallel`; its last step says what the data axis sends.
+        engine: built with `model_parallel`; its last step says what the data axis sends. Its layers of experts have
+            `routed` the tokens of one step.
         samples: in a micro-batch, on this data rank.
     """
     sent = {"data": engine.predicted_wire_bytes_per_step()}
@@ -23,8 +25,19 @@ def predicted(engine, samples, micro_batches=1):
             found = on_axis(engine, comm, samples, micro_batches)
             columns = 1 + (name == "tensor")  # of the norm: whole and cut parameters
             found["all_gather"] += (comm.size - 1) * (8 * columns * engine.takes_norm + 4 * bool(engine.loss_scaler))
-            sent[name] = {collective: nbytes for collective, nbytes in sorted(found.items()) if nbytes}
+            sent[name] = _without_zeros(found)
+    if engine.axes.expert is not None:
+        sent["expert"] = _without_zeros(_on_expert_axis(engine, micro_batches))
     return sent
+
+
+def layers_of_experts(model):
+    """The layers whose experts `expert.split` has left to several ranks."""
+    return [module for module in model.modules() if isinstance(module, ExpertParallel)]
+
+
+def _without_zeros(found):
+    return {collective: nbytes for collective, nbytes in sorted(found.items()) if nbytes}
 
 
 def _activation(model, samples):
@@ -61,3 +74,12 @@ def _on_pipeline_axis(engine, comm, samples, micro_batches):
             "all_gather": 0,
         }
     )
+
+
+def _on_expert_axis(engine, micro_batches):
+    """This rank's tokens leave and their answers return; others' tokens come, and their answers leave here."""
+    layers, others = layers_of_experts(engine.module), engine.axes.expert.size - 1
+    forwards = 1 + (engine.module.checkpoint_activations is not None)  # either kind recomputes a layer to its end
+    tokens = sum(layer.routed.total() * layer.router.in_features for layer in layers) * engine.dtype.itemsize
+    numbers = sum(8 * layer.number * others for layer in layers)  # int64, one for each expert of another rank
+    return {"all_to_all": micro_batches * forwards * numbers, "exchange": (forwards + 1) * tokens}

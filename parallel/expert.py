@@ -16,6 +16,7 @@ expert without tokens is called with none: its gradients are zero, and come in t
 Source: Lepikhin et al., GShard, arXiv 2006.16668, sec. 3; Rajbhandari et al., DeepSpeed-MoE, arXiv 2201.05596, sec. 5.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.errors import InputError
+from common.tensors import inside_backward
 from parallel.tensor import Cut
 
 
@@ -59,6 +61,10 @@ class ExpertParallel(nn.Module):
         library: the `Library` that it comes from.
         number: of experts on each rank.
         comm: the Collectives of the expert axis.
+
+    Attributes:
+        routed: how many tokens were "sent" to other ranks' experts and "received" from other ranks since it was last
+            cleared, without those of recomputations.
     """
 
     def __init__(self, layer, library, number, comm):
@@ -66,6 +72,7 @@ class ExpertParallel(nn.Module):
         setattr(self, library.router, getattr(layer, library.router))
         self.experts = library.keep(layer.experts, slice(comm.rank * number, (comm.rank + 1) * number))
         self.library, self.number, self.comm = library, number, comm
+        self.routed = Counter()
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # [tokens, width]
@@ -75,6 +82,9 @@ class ExpertParallel(nn.Module):
         order = choice.flatten().argsort(stable=True)  # of (token, choice) pairs, by expert
         sent, received = self.count(choice)
         by_rank = [of.sum(dim=1).tolist() for of in (sent, received)]
+        if not inside_backward():
+            away, here = (sum(of) - of[self.comm.rank] for of in by_rank)
+            self.routed.update(sent=away, received=here)
         arrived = Exchange.apply(tokens[order // choice.shape[1]], self.comm, *by_rank)
         returned = Exchange.apply(self.library.compute(self.experts, arrived, received), self.comm, *reversed(by_rank))
         answers = torch.empty_like(returned).index_copy(0, order, returned).view(*choice.shape, -1)

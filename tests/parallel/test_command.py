@@ -12,22 +12,27 @@ from common.ranks.collectives import Collectives
 
 PAGE = ROOT / "parallel" / "README.md"
 
-LAYOUTS = [(2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 2, 4)]
+LAYOUTS = {  # options, and how many ranks they take
+    "--data 2 --tensor 2 --model gpt-tiny --partition-activations": 4,
+    "--tensor 2 --pipeline 2 --model gpt-tiny --partition-activations": 4,
+    "--data 2 --tensor 2 --pipeline 2 --model gpt-tiny --partition-activations": 8,
+    "--tensor 2 --pipeline 4 --model gpt-nano --partition-activations": 8,
+    "--data 2 --expert 2 --model moe-tiny": 4,
+    "--expert 4 --engine stage3_param --precision bf16 --micro-batches 2 --checkpoint-activations reentrant": 4,
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_each_rank_holds_and_sends_what_was_predicted(tmp_path, layout):
-    data, tensor, pipeline = layout
-    axes = ("--data", data, "--tensor", tensor, "--pipeline", pipeline, "--batch", 16)
-    model = "gpt-tiny" if pipeline < 4 else "gpt-nano"
-    more = ("--model", model, "--steps", 2, "--partition-activations", "--clip-norm", 1, "--oversubscribe")
-    process = run("-m", "parallel", *axes, *more, "--json", tmp_path / "results.json")
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS.items())
+def test_each_rank_holds_and_sends_what_was_predicted(tmp_path, layout, ranks):
+    more = ("--batch", 16, "--steps", 2, "--clip-norm", 1, "--oversubscribe")
+    process = run("-m", "parallel", *layout.split(), *more, "--json", tmp_path / "results.json")
     assert process.returncode == 0, process.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["rows"]) == data * tensor * pipeline
+    assert len(results["rows"]) == ranks
     for row in results["rows"]:
         assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
         assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+        assert ("--expert" in layout) == ("exchange" in row["wire_bytes_per_step"].get("expert", {}))
     assert results["losses"][-1] < results["losses"][0]
     assert "(predicted" not in process.stdout
 

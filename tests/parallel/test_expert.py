@@ -17,6 +17,7 @@ from common.data import Batches
 from common.models.gpt import GPTConfig
 from common.models.moe import MoEGPT
 from common.models.recompute import KINDS
+from parallel.accounting import layers_of_experts, predicted
 from parallel.expert import LIBRARIES
 
 STEPS, SAMPLES = 3, 24
@@ -217,23 +218,31 @@ def test_activation_checkpoints_change_no_bit(worlds, stage, kind):
     assert same_bits(theirs, weights)
 
 
-@pytest.mark.parametrize(("kind", "forwards"), [(None, 1), (KINDS[0], 2)])
-@pytest.mark.ranks(4)
-def test_tokens_travel_there_and_back_in_each_forward_and_in_backward(world, kind, forwards):
-    """Routers without weights send every token to expert 0: one rank of two takes those of the other."""
-    made = expert_engine(world, "stage2_grad", checkpoints=kind)
-    with made.gathered(write=True), torch.no_grad():
-        for block in made.module.blocks:
-            block.mlp.router.weight.zero_()
-    made.axes.expert.traffic.reset()
-    train(world, made, steps=1)
-    layers, experts, tokens = 2, 12, SAMPLES // world.size * 16 * 16 * 4  # bytes of a rank's tokens
-    exchanged = (
-        layers * (forwards + 1) * tokens
-    )  # half of the ranks send when tokens go, the others when they come back
-    numbers = layers * forwards * 8 * experts // 2
-    sent = made.axes.expert.traffic.by_collective()
-    assert sent == {"all_to_all": numbers, "exchange": exchanged}
+@on_one_thread
+def on_the_expert_axis(world, ranks, kind):
+    """What this rank sends there in a step, predicted and counted, and the tokens that each layer sent and received."""
+    made = expert_engine(world, "stage2_grad", ranks, checkpoints=kind, precision="bf16")
+    layers = layers_of_experts(made.module)
+    for step in range(2):
+        made.axes.expert.traffic.reset()
+        for layer in layers:
+            layer.routed.clear()
+        train(world, made, micro_batches=2, begin=step, steps=step + 1)
+    foreseen = predicted(made, SAMPLES // world.size // 2, micro_batches=2)["expert"]
+    return (
+        foreseen,
+        made.axes.expert.traffic.by_collective(),
+        [(of.routed["sent"], of.routed["received"]) for of in layers],
+    )
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (4, 4), (6, 2), (6, 3)])
+def test_the_expert_axis_sends_what_is_predicted_of_routed_tokens(worlds, size, ranks, kind):
+    foreseen, counted, routed = zip(*worlds(size).run(on_the_expert_axis, ranks, kind), strict=True)
+    assert counted == foreseen
+    assert len({one for of_rank in routed for one in of_rank}) > size  # layers and ranks send different numbers
+    assert min(min(one) for of_rank in routed for one in of_rank) > 0
 
 
 # ---- files and gradients, overflows, refusals --------------------------------------------------------------------
