@@ -4,27 +4,28 @@ from matplotlib.patches import Patch
 
 from lab.figures.style import COLORS, PALETTE, PHASE_COLORS, mark_phases, once, stacked
 
-AXIS_COLORS = {"data": PALETTE[3], "tensor": PALETTE[4], "pipeline": PALETTE[2]}
+AXIS_COLORS = {"data": PALETTE[3], "tensor": PALETTE[4], "pipeline": PALETTE[2], "expert": PALETTE[5]}
 PLAIN, CUT = PALETTE[4], PALETTE[0]
 
 
 def by_rank_and_axis(panels, rows):
     """Two panels of bars for each rank: model states by kind, bytes sent by axis; a diamond is the prediction."""
     held, sent = panels
+    names = list(rows[0]["wire_bytes_per_step"])
     for place, row in enumerate(rows):
         states = row["model_state_bytes"]
         stacked(held, place, [(size / 1e6, {"color": COLORS[name], "label": name}) for name, size in states.items()])
         _predicted(held, place, sum(row["predicted_model_state_bytes"].values()))
-        for nth, (axis, color) in enumerate(AXIS_COLORS.items()):
+        for nth, axis in enumerate(names):
             counted, foreseen = (
                 sum(row[f"{said}wire_bytes_per_step"].get(axis, {}).values()) for said in ("", "predicted_")
             )
-            beside = place + 0.27 * (nth - 1)
-            sent.bar(beside, counted / 1e6, 0.25, color=color, label=once(sent, f"{axis} axis"))
+            beside = place + 0.27 * (nth - (len(names) - 1) / 2)
+            sent.bar(beside, counted / 1e6, 0.25, color=AXIS_COLORS[axis], label=once(sent, f"{axis} axis"))
             _predicted(sent, beside, foreseen)
-    names = ["\n".join(str(number) for number in row["rank"].values()) for row in rows]
+    places = ["\n".join(str(number) for number in row["rank"].values()) for row in rows]
     for axes, height in ((held, 1.45), (sent, 1.45)):
-        axes.set_xticks(range(len(rows)), names)
+        axes.set_xticks(range(len(rows)), places)
         axes.set_xlabel("rank: its place on the " + ", ".join(rows[0]["rank"]) + " axis, from the top")
         axes.set_ylim(0, height * axes.dataLim.ymax)
         axes.legend(loc="upper left", ncols=2, fontsize=9)

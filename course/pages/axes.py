@@ -157,3 +157,14 @@ def check_reduced(formula):
     """Whether `formula(m)` is what stage 2 sends with m micro-batches, over what stage 1 sends."""
     for m in (1, 8):
         print(f"m = {m}: {judged('reduced', formula(m), (m + 1) / 2, m=m)}")
+
+
+@asks(NUMBER)
+def check_routed(formula, results):
+    """Hold `formula(out, come, width)`, what a rank sends for routed tokens, against a count and a larger case."""
+    row, model = results["rows"][0], models.build(results["model"])
+    counted = row["routed"]["sent"], row["routed"]["received"], model.blocks[0].mlp.router.in_features
+    exchanged = row["wire_bytes_per_step"]["expert"]["exchange"]
+    for (out, come, width), truth in ((counted, exchanged), ((5_000, 3_000, 4_096), 8 * 8_000 * 4_096)):
+        verdict = judged("routed", formula(out, come, width), truth, out=out, come=come, width=width)
+        print(f"{out:,} tokens leave, {come:,} come: {verdict}")

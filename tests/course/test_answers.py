@@ -65,6 +65,10 @@ ON_AXES = {  # of the eight ranks of 14_axes
     "tensor": 2, "pipeline": 2, "micro_batches": 4,
     "rows": [{"wire_bytes_per_step": {"tensor": {"all_reduce": 3_538_944}}}],
 }  # fmt: skip
+WITH_EXPERTS = {
+    "model": "moe-nano",
+    "rows": [{"routed": {"sent": 870, "received": 1103}, "wire_bytes_per_step": {"expert": {"exchange": 1_010_176}}}],
+}
 FOUR_STAGES = [[(kind, number) for kind in axes.TAKES for number in range(8)]] * 4  # by GPipe
 # ---- answers ------------------------------------------------------------------------------------------------------
 
@@ -122,6 +126,7 @@ ASK = {  # a check, its further arguments, and the right answer
     "block": (axes.check_block, (ON_AXES,), lambda t, nbytes: 8 * (t - 1) / t * nbytes),
     "bubble": (axes.check_bubble, (FOUR_STAGES,), lambda p, m: (p - 1) / (m + p - 1)),
     "reduced": (axes.check_reduced, (), lambda m: (m + 1) / 2),
+    "routed": (axes.check_routed, (WITH_EXPERTS,), lambda out, come, width: 8 * width * (out + come)),
 }
 WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("sent", lambda name, n, m: n / (n - 1) * law(name, n, m), "a rank keeps its own part"),
@@ -213,6 +218,10 @@ WRONG = [  # a question, an answer, and its hint, or the message for each line
     ("reduced", lambda m: m / 2, ("left out the all-gather",) * 2),
     ("reduced", lambda m: m + 1, ("two halves",) * 2),
     ("reduced", lambda m: 1, ("solved", "no whole gradient")),
+    ("routed", lambda out, come, width: 4 * width * (out + come), ("forward alone",) * 2),
+    ("routed", lambda out, come, width: 8 * width * out, ("answers the tokens that come",) * 2),
+    ("routed", lambda out, come, width: 16 * width * out, ("the others send",) * 2),
+    ("routed", lambda out, come, width: 12 * width * (out + come), ("with a recomputation",) * 2),
 ]
 NEARLY = {  # wrong formulas for each parameter: on two nodes of two, some of them give what is right
     "leaves a node": "(n-1)/n * p + 0.5; (n-1)/n * p * 1.5; (n-1)/n * (p + 1); (n-1)/n * (p + 0.25); (n-1)/n * p; 1.5;"
