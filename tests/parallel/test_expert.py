@@ -177,6 +177,20 @@ def test_a_split_model_has_the_bits_of_all_ranks_computed_in_turn(worlds, size, 
         assert all(same_bits(own, weights) for _, own in ended), engine
 
 
+def squares(world, engine):
+    """What stands under the root of each norm, in float64: it shows an order of summands that the norm rarely does."""
+    made, found = expert_engine(world, engine, clip_norm=0.5, precision="bf16"), []
+    combine = made.axes.combine
+    made.axes.combine = lambda sums, how: found.append(sums.tolist()) or combine(sums, how)
+    train(world, made)
+    return found
+
+
+@pytest.mark.parametrize(("size", "hybrid"), [(6, "replicated:Pairs"), (8, "replicated:Fours")])
+def test_hybrid_sharding_adds_squares_in_the_order_of_stage_3(worlds, size, hybrid):
+    assert worlds(size).run(squares, hybrid) == worlds(size).run(squares, "stage3_param")
+
+
 # ---- beside what is not split -----------------------------------------------------------------------------------
 
 
