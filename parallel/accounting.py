@@ -13,6 +13,8 @@ from parallel.expert import ExpertParallel
 def predicted(engine, samples, micro_batches=1):
     """Bytes that this rank sends in a step, {axis: {collective: bytes}}, around a zoo model.
 
+    On the expert axis around any that `expert.split` takes, without checkpoints of its own.
+
     Args:
         engine: built with `model_parallel`; its last step says what the data axis sends. Its layers of experts have
             `routed` the tokens of one step.
@@ -79,7 +81,9 @@ def _on_pipeline_axis(engine, comm, samples, micro_batches):
 def _on_expert_axis(engine, micro_batches):
     """This rank's tokens leave and their answers return; others' tokens come, and their answers leave here."""
     layers, others = layers_of_experts(engine.module), engine.axes.expert.size - 1
-    forwards = 1 + (engine.module.checkpoint_activations is not None)  # either kind recomputes a layer to its end
-    tokens = sum(layer.routed.total() * layer.router.in_features for layer in layers) * engine.dtype.itemsize
-    numbers = sum(8 * layer.number * others for layer in layers)  # int64, one for each expert of another rank
-    return {"all_to_all": micro_batches * forwards * numbers, "exchange": (forwards + 1) * tokens}
+    checkpoints = getattr(engine.module, "checkpoint_activations", None)
+    forwards = 1 if checkpoints is None else 2  # either kind recomputes a layer to its end
+    widths = [getattr(layer, layer.library.router).weight.shape[1] for layer in layers]
+    tokens = sum(layer.routed.total() * width for layer, width in zip(layers, widths, strict=True))
+    numbers = micro_batches * sum(layer.number * others for layer in layers)  # int64, one for each of others' experts
+    return {"all_to_all": forwards * 8 * numbers, "exchange": (forwards + 1) * engine.dtype.itemsize * tokens}

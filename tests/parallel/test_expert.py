@@ -233,9 +233,9 @@ def test_activation_checkpoints_change_no_bit(worlds, stage, kind):
 
 
 @on_one_thread
-def on_the_expert_axis(world, ranks, kind):
+def on_the_expert_axis(world, ranks, kind, model):
     """What this rank sends there in a step, predicted and counted, and the tokens that each layer sent and received."""
-    made = expert_engine(world, "stage2_grad", ranks, checkpoints=kind, precision="bf16")
+    made = expert_engine(world, "stage3_param", ranks, model=model, checkpoints=kind, precision="bf16")
     layers = layers_of_experts(made.module)
     for step in range(2):
         made.axes.expert.traffic.reset()
@@ -250,10 +250,12 @@ def on_the_expert_axis(world, ranks, kind):
     )
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS])
-@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (4, 4), (6, 2), (6, 3)])
-def test_the_expert_axis_sends_what_is_predicted_of_routed_tokens(worlds, size, ranks, kind):
-    foreseen, counted, routed = zip(*worlds(size).run(on_the_expert_axis, ranks, kind), strict=True)
+LAYERS = [(*layout, kind, twelve) for layout in LAYOUTS[:4] for kind in (None, *KINDS)] + [(4, 2, None, "Qwen3Moe")]
+
+
+@pytest.mark.parametrize(("size", "ranks", "kind", "model"), LAYERS)
+def test_the_expert_axis_sends_what_is_predicted_of_routed_tokens(worlds, size, ranks, kind, model):
+    foreseen, counted, routed = zip(*worlds(size).run(on_the_expert_axis, ranks, kind, model), strict=True)
     assert counted == foreseen
     assert len({one for of_rank in routed for one in of_rank}) > size  # layers and ranks send different numbers
     assert min(min(one) for of_rank in routed for one in of_rank) > 0
