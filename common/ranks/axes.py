@@ -8,6 +8,7 @@ an overflow, how the engines were built.
     data        the same part of the model                    gradients, parameters: by the engine
     tensor      a piece of each matrix that is cut; the rest  activations: by the model, see `parallel.tensor`
     pipeline    layers that follow each other                 activations: by the schedule
+    expert      other experts; it is carved out of data       tokens: by the model, see `parallel.expert`
 """
 
 import contextlib

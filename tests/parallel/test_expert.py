@@ -27,6 +27,13 @@ FIVE = (*STAGES, "replicated:Pairs")  # nodes of as many ranks as there are expe
 NODES = {(4, 4): "zeropp.hybrid", (6, 3): "replicated:Threes", (8, 2): "replicated:Fours"}  # else in pairs
 
 
+@pytest.fixture(autouse=True)
+def library(request):
+    """Hugging Face's models need theirs."""
+    if any(model in request.node.name for model in TRANSFORMERS):
+        pytest.importorskip("transformers")
+
+
 def train(world, made, micro_batches=1, begin=0, steps=STEPS):
     """Train; return (loss, norm) of each step."""
     found, batches = [], Batches(text(), made.module.window, SAMPLES)

@@ -22,7 +22,7 @@ FILES = [file for room in BELOW for file in sorted(ROOT.glob(f"{room}/**/*.py"))
 GROUND = ("errors", "tensors", "patches", "measure", "ranks", "data", "outputs")
 # The floors of common/, bottom up; its commands are above them.
 FLOORS = (*GROUND, "optim", "calls", "probes", "checkpoint", "engine", "tiers", "models")
-LINES, IN_COMMON = 450, 10_796
+LINES, IN_COMMON = 450, 10_797
 
 
 def imported(path):
