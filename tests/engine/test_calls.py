@@ -8,6 +8,7 @@ import functools
 import hashlib
 import re
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -342,10 +343,8 @@ def stop():
 
 @contextlib.contextmanager
 def stopping(block, place):
-    setattr(block, place, stop)
-    with pytest.raises(Stop):
+    with mock.patch.object(block, place, stop), pytest.raises(Stop):
         yield
-    setattr(block, place, None)
 
 
 def raise_in_step(training):
@@ -429,12 +428,8 @@ def set_gradient(training, bias, value=None):
 def after_the_optimizers_step_was_replaced(training, run):
     training.backward()
     optimizer = training.engine.optimizer
-    own = vars(optimizer).get("step")
-    optimizer.step = types.MethodType(lambda self, closure=None: None, optimizer)
-    run()
-    del optimizer.step
-    if own is not None:
-        optimizer.step = own
+    with mock.patch.object(optimizer, "step", types.MethodType(lambda self, closure=None: None, optimizer)):
+        run()
 
 
 STATES = {

@@ -154,15 +154,14 @@ def test_what_keep_fp32_names_stays_in_fp32(world, stage, how):
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def accumulated(world, stage, precision, model, backwards, quiet=False):
-    """An engine after two steps of several backwards each; with `quiet`, only the last one syncs gradients."""
+def accumulated(world, stage, precision, model, backwards):
+    """An engine after two steps of several backwards each."""
     engine = make_engine(stage, model, precision=precision, bucket_mb=0.5 if model == "gpt-nano" else 0.01)
     if engine.loss_scaler:
         engine.loss_scaler = LossScaler(scale=2.0**8)
     for step in range(2):
         engine.comm.traffic.reset()
-        for micro in range(backwards):
-            engine.state.syncs = not quiet or micro == backwards - 1  # as no_sync does
+        for _ in range(backwards):
             engine.backward(batch_loss(engine, world, step, global_batch=12) / backwards)
         engine.step()
     return engine
@@ -176,13 +175,6 @@ def test_bytes_held_and_sent_are_those_predicted_on_every_rank(world, model, sta
     engine = accumulated(world, stage, precision, model, backwards)
     assert engine.model_state_bytes() == engine.predicted_model_state_bytes()
     assert engine.comm.traffic.by_collective() == engine.predicted_wire_bytes_per_step()
-
-
-@pytest.mark.parametrize("stage", ["stage0_ddp", "stage1_os"])
-def test_under_no_sync_a_step_sends_and_keeps_what_one_backward_does(world, stage):
-    one, three = (accumulated(world, stage, "bf16", "gpt-tiny", *how) for how in ((1, False), (3, True)))
-    assert three.model_state_bytes() == one.model_state_bytes()
-    assert three.comm.traffic.by_collective() == one.comm.traffic.by_collective()
 
 
 @pytest.mark.ranks(2, 4)

@@ -205,11 +205,12 @@ def test_without_an_engine_it_steps_as_torchs_two_do(copied):
     if copied:
         made, ours = copy.deepcopy((made, ours))
     two = [torch.optim.Muon(theirs[:1], lr=0.1), torch.optim.AdamW(theirs[1:], lr=0.1)]
-    for _ in range(3):
+    for rate in (0.1, 0.1, 0.05):  # as a scheduler sets it
+        for group in itertools.chain(*(optimizer.param_groups for optimizer in (made, *two))):
+            group["lr"] = rate
         for mine, its in zip(ours, theirs, strict=True):
             mine.grad = torch.randn_like(mine)
             its.grad = mine.grad.clone()
-        made.step()
-        for one in two:
-            one.step()
+        for optimizer in (made, *two):
+            optimizer.step()
     assert all(torch.equal(mine, its) for mine, its in zip(ours, theirs, strict=True))

@@ -153,12 +153,14 @@ def zoo_engine(world, engine, model="gpt-tiny", steps=1, **options):
     return made
 
 
-def train_counted(world, engine, model="gpt-tiny", steps=3, **options):
+def train_counted(world, engine, model="gpt-tiny", steps=3, backwards=1, **options):
     """Train; return the engine, and {byte count of the last step: whether it is as predicted}."""
     made = make_engine(engine, model, **options)
     for index in range(steps):
         made.comm.traffic.reset()
-        train_step(made, world, index)
+        for micro in range(backwards):
+            made.backward(batch_loss(made, world, backwards * index + micro) / backwards)
+        made.step()
     measured, predicted = made.accounting.measured(), made.accounting.predicted()
     return made, {name: measured[name] == count for name, count in predicted.items()}
 
