@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from commands import results_of
-from late_lanes import on_lane
 from optimizers import Narrow
 from torch import nn
 from training import batch_loss, make_engine, message_of, same_bits, train_step, zoo_engine
@@ -218,13 +217,6 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
         assert all(n < before for n in fresh), order
         seen += bool(fresh)
     assert seen >= 8, order  # in forward and in backward
-
-
-@pytest.mark.parametrize("lane", ["late", "drowsy"])
-def test_late_disks_and_lanes_change_no_bit(world, lane):
-    with on_lane(lane, world.rank):
-        ended = stepped_by(world, "offloaded:OnDisk", "momentum")
-    assert ended == stepped_by(world, "stage3_param", "momentum")
 
 
 # ---- disks that fail ----------------------------------------------------------------------------------------------

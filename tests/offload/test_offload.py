@@ -12,11 +12,11 @@ import torch
 from commands import results_of
 from formulas import bytes_held, bytes_on_host
 from matrix import Cell, ends
-from offload_probes import counts, delayed
+from offload_probes import counts
 from offloaded import WARM_UP
 from planting import followed
 from traces import record, rows_of
-from training import batch_loss, make_engine, message_of, same_bits, train_step, zoo_engine
+from training import make_engine, message_of, same_bits, train_counted, train_step, zoo_engine
 
 from common import models, train
 from common.measure.memory import HOST, Timeline
@@ -55,12 +55,6 @@ def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(worlds, si
     expected = ends(worlds, "offloaded:DelayedLoop", cell)
     for engine in DELAYS:
         assert ends(worlds, engine, cell) == expected, engine
-
-
-@pytest.mark.parametrize("lane", ["late", "drowsy"])
-@pytest.mark.parametrize("name", DELAYS)
-def test_a_delayed_update_is_the_same_whenever_the_host_steps(world, tmp_path, name, lane):
-    assert delayed(world, name, str(tmp_path), lane) == []
 
 
 OPTIMIZERS = {
@@ -142,13 +136,8 @@ def test_bytes_held_follow_the_papers_table(world, precision):
 
 
 def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_bus(world):
-    made = make_engine("offload", precision="bf16")
-    for index in range(3):
-        made.comm.traffic.reset()
-        for micro in range(2):
-            made.backward(batch_loss(made, world, 2 * index + micro) / 2)
-        made.step()
-    assert made.accounting.measured() == made.accounting.predicted()
+    made, counted = train_counted(world, "offload", backwards=2, precision="bf16")
+    assert all(counted.values())
     crossed = made.accounting.measured()["bus_bytes_per_step"]
     assert crossed["to_host"] == 2 * crossed["to_device"]
 

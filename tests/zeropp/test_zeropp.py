@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import needs_two_nodes
 from matrix import Cell, ends
-from training import batch_loss, make_engine, message_in_step, train_step, zoo_engine
+from training import make_engine, message_in_step, train_counted, train_step, zoo_engine
 
 from common.engine.mixed_precision import DTYPES, running_backward
 from common.errors import InputError
@@ -261,13 +261,9 @@ SWITCHES = [
 def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
     world, name, options, precision, backwards, model
 ):
-    made = make_engine(f"quantized:{name}", model, precision=precision, clip_norm=1.0, **options)
-    for step in range(3):
-        made.comm.traffic.reset()
-        for micro in range(backwards):
-            made.backward(batch_loss(made, world, 3 * step + micro))
-        made.step()
-    assert made.accounting.measured() == made.accounting.predicted()
+    options = {"precision": precision, "clip_norm": 1.0, **options}
+    _, counted = train_counted(world, f"quantized:{name}", model, backwards=backwards, **options)
+    assert all(counted.values())
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
