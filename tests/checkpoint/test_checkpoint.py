@@ -12,46 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from odd import build
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from training import ADAMW, STAGES, make_engine, message_of, same_bits, train_step, zoo_engine
 
 from common import models
 from common.checkpoint import checkpoint, tensor_file
 from common.checkpoint.index import digest
 from common.errors import InputError
-
-SGD = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-
-
-def tensor_lr(parameters):
-    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True)
-
-
-# ---- resuming ---------------------------------------------------------------------------------------------------
-
-
-def train(world, stage, steps, model="gpt-tiny", load=None, save=None, **options):
-    """Train some steps from the start or from a checkpoint, and save; return the weights."""
-    engine = build(stage, model, seed=99 if load else 0, **options)
-    scheduler = CosineAnnealingLR(engine.optimizer, T_max=5)
-    if load:
-        scheduler.load_state_dict(engine.load(load)["scheduler"])
-    for step in steps:
-        train_step(engine, world, step)
-        scheduler.step()
-    if save:
-        engine.save(save, {"scheduler": scheduler.state_dict()})
-    assert all(state.get("step", steps[-1] + 1) == steps[-1] + 1 for state in engine.optimizer.state.values())
-    return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("optimizer", [SGD, tensor_lr], ids=["momentum", "tensor-lr"])
-def test_optimizer_states_and_learning_rate_resume(world, tmp_path, optimizer):
-    how = {"model": "mlp" if optimizer is tensor_lr else "odd", "optimizer": optimizer}
-    train(world, "stage2_grad", range(2), save=tmp_path, **how)
-    trained = train(world, "stage3_param", range(2, 4), load=tmp_path, **how)
-    assert same_bits(trained, train(world, "stage2_grad", range(4), **how))
-
 
 # ---- the files --------------------------------------------------------------------------------------------------
 
@@ -69,7 +35,7 @@ def contents(path):
 
 def test_stages_that_share_a_layout_write_the_same_files(world, tmp_path):
     for stage in STAGES[:3]:
-        train(world, stage, range(2), "mlp", save=tmp_path / stage)
+        zoo_engine(world, stage, "mlp", steps=2).save(tmp_path / stage)
     assert contents(tmp_path / STAGES[0]) == contents(tmp_path / STAGES[1]) == contents(tmp_path / STAGES[2])
 
 
