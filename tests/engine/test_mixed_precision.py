@@ -15,16 +15,6 @@ from common.measure.memory import Timeline
 SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# ---- the loss scale -------------------------------------------------------------------------------------------------
-
-
-def test_a_window_may_be_narrowed_while_it_runs():
-    scaler = LossScaler(scale=16.0, window=10, good_steps=8)
-    scaler.window = 3
-    scaler.update(overflow=False)
-    assert scaler.scale == 32
-
-
 # ---- skipped steps --------------------------------------------------------------------------------------------------
 
 UP, DOWN = False, True  # a good step, an overflow
@@ -51,6 +41,13 @@ def test_the_scale_rises_and_sinks(overflows, scale):
     for overflow in overflows:
         scaler.update(overflow)
     assert scaler.scale == scale
+
+
+def test_a_window_may_be_narrowed_while_it_runs():
+    scaler = LossScaler(scale=16.0, window=10, good_steps=8)
+    scaler.window = 3
+    scaler.update(overflow=False)
+    assert scaler.scale == 32
 
 
 NORMS = {  # the factor of some ranks' losses in the skipped step, and the options that skip it

@@ -14,8 +14,6 @@ from common.loop import sha256
 
 pytestmark = pytest.mark.ranks(4)
 
-# ---- bits ---------------------------------------------------------------------------------------------------------
-
 EXACT = [
     ("Pairs", Cell("gpt-tiny", "fp32", 4, "clipped")),
     ("Pairs", Cell("gpt-tiny", "bf16", 4, "accumulated, clipped")),
@@ -36,9 +34,6 @@ def test_weights_losses_and_norms_have_the_bits_of_stage_3(worlds, tmp_path, nod
     assert ours == ends(worlds, "stage3_param", cell, str(tmp_path / "stage3"))
 
 
-# ---- states that are gathered -------------------------------------------------------------------------------------
-
-
 def test_gradients_and_states_are_whole_where_they_are_asked_for(world):
     found = []
     for name in ("stage3_param", "replicated:Pairs"):
@@ -56,17 +51,11 @@ def test_gradients_and_states_are_whole_where_they_are_asked_for(world):
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
 
 
-# ---- the hop across, with the last micro-batch alone ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("step", hybrid_probes.STEPS)
 @pytest.mark.ranks(4, 6)
 def test_no_micro_batch_is_dropped_and_the_mean_is_that_of_the_definition(world, precision, step):
     assert hybrid_probes.no_micro_batch_is_dropped(world, "replicated:Deferred", "", [step], [precision]) == []
-
-
-# ---- bytes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4])
@@ -92,9 +81,6 @@ def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(world, pre
     states = sum(16 * b.padded_numel for b in made.buckets) // per_node
     if model == "gpt-tiny" and micro_batches == 1:
         assert sum(made.model_state_bytes().values()) == pytest.approx(states, rel=0.01)  # 16 Ψ/P
-
-
-# ---- NCCL's schedules, by gloo ------------------------------------------------------------------------------------
 
 
 def trained_by(world, name, experts, *, defer=False, **path):
