@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from commands import results_of
 
 from common import models
 from common.engines import find_engine
@@ -16,13 +17,6 @@ from lab.plan import scaling, shapes
 from lab.plan.formulas import BLOCK, EMBEDDING, PEERS, SWITCHES, WAYS, Job, Rank
 from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.world import Setting, simulate
-
-
-def results_of(tmp_path, *arguments):
-    path = tmp_path / "plan.json"
-    plan.main([*arguments, "--json", str(path)])
-    return json.loads(path.read_text())
-
 
 PLUS = next(way for way in WAYS if way.engine == "zeropp")
 WITHOUT = [replace(PLUS, title=f"without {switch}", own=((switch, False),)) for switch in SWITCHES]
@@ -152,23 +146,17 @@ def test_a_pipeline_waits_for_its_first_micro_batch():
     assert rank.computing() == pytest.approx(8 * rank.compute_seconds())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "nodes", "per_node"), [(3, 1, 3), (5, 1, 5), (6, 1, 6), (7, 1, 7), (8, 1, 8), (12, 2, 8), (16, 2, 8)]
-)
-def test_a_world_within_one_node_is_one_node(world_size, nodes, per_node):
-    rank = Rank(shapes.of_size("7B"), A100, Job(world_size))
-    assert (rank.nodes, rank.per_node) == (nodes, per_node)
-    assert (rank.row(WAYS[3])["sent_by_node"] > 0) == (nodes > 1)
+RINGS = [(12, 3, 4, 3, 3), (40, 5, 8, 5, 5), (56, 7, 8, 7, 7), (24, 3, 8, 3, 3), (48, 4, 6, 4, 8), (64, 16, 8, 8, 4)]
+RINGS += [(3, 1, 8, 1, 1), (5, 1, 8, 1, 1), (6, 1, 8, 1, 1), (7, 1, 8, 1, 1), (8, 1, 8, 1, 1), (12, 1, 8, 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "pipeline", "per_node", "rings", "nodes"),
-    [(12, 3, 4, 3, 3), (40, 5, 8, 5, 5), (56, 7, 8, 7, 7), (24, 3, 8, 3, 3), (48, 4, 6, 4, 8), (64, 16, 8, 8, 4)],
-)
+@pytest.mark.parametrize(("world_size", "pipeline", "per_node", "rings", "nodes"), RINGS)
 def test_a_nodes_rings_are_as_many_as_stages_or_its_gpus(world_size, pipeline, per_node, rings, nodes):
     """Ranks k, k + P, k + 2P ... are a ring: a node has ranks of P of them, or of as many as it has GPUs."""
     rank = Rank(shapes.of_size("7B"), A100, Job(world_size, pipeline=pipeline, per_node=per_node))
     assert (rank.rings, rank.nodes) == (rings, nodes)
+    assert pipeline > 1 or rank.per_node == min(per_node, world_size)
+    assert (rank.row(WAYS[3])["sent_by_node"] > 0) == (nodes > 1)
 
 
 def test_a_landmark_that_is_changed_says_by_what(capsys):
@@ -232,7 +220,7 @@ def test_a_config_of_hugging_face_is_the_shape_by_hand(tmp_path):
 
 def test_a_model_may_be_too_large_for_its_nodes_host(tmp_path):
     """200 B parameters have 3.2 TB of states; a DGX-2's host holds 1.5 TB for its 16 ranks."""
-    rows = results_of(tmp_path, "--params", "200e9", "--gpu", "v100-32g", "--world-size", "16")["rows"]
+    rows = results_of(plan.main, tmp_path, "--params", "200e9", "--gpu", "v100-32g", "--world-size", "16")["rows"]
     fits = {row["way"]: row["fits"] for row in rows}
     assert (fits["ZeRO-Infinity, host"], fits["ZeRO-Infinity, disk"]) == (False, True)
 
@@ -246,13 +234,13 @@ def test_the_largest_model_is_found_by_running_it(monkeypatch):
 
 @pytest.mark.parametrize("landmark", plan.LANDMARKS)
 def test_runs_that_papers_tell_of_fit_as_they_ran(tmp_path, landmark):
-    results = results_of(tmp_path, "--landmark", landmark)
+    results = results_of(plan.main, tmp_path, "--landmark", landmark)
     assert any(row["engine"] == results["ran"] and row["fits"] for row in results["rows"])
 
 
 def test_what_is_advised_is_simulated(tmp_path, capsys):
     given = ("--params", "1.3B", "--gpu", "v100-32g", "--budget", "8GB", "--simulate")
-    assert results_of(tmp_path, *given)["simulated"]["engine"] == "stage2_grad"
+    assert results_of(plan.main, tmp_path, *given)["simulated"]["engine"] == "stage2_grad"
     assert "stage 2, simulated:" in capsys.readouterr().out
 
 
@@ -299,17 +287,14 @@ NOTED = {  # what is unusual and yet possible: the note
     "--model llama3-8b --pipeline 5 --world-size 5": "5 stages do not divide 32 layers: all wait for those of 7",
     "--params 7B --tensor 8": "8 tensor-parallel ranks do not divide 50,257 tokens",
     "--model llama3-8b --tensor 8 --world-size 24 --per-node 12": "groups of 8 lie on several nodes of 12",
+    "--layers 4 --hidden 896 --heads 7 --vocab 700 --tensor 7 --world-size 7": "",  # no word of nodes
 }
 
 
 @pytest.mark.parametrize("given", NOTED)
 def test_what_is_unusual_is_noted(tmp_path, given):
-    assert NOTED[given] in " ".join(results_of(tmp_path, *given.split())["notes"])
-
-
-def test_a_group_within_the_one_node_crosses_no_links(tmp_path):
-    given = "--layers 4 --hidden 896 --heads 7 --vocab 700 --tensor 7 --world-size 7"
-    assert "nodes" not in " ".join(results_of(tmp_path, *given.split())["notes"])
+    notes = " ".join(results_of(plan.main, tmp_path, *given.split())["notes"])
+    assert NOTED[given] in notes and ("nodes" in notes) == ("nodes" in NOTED[given])
 
 
 @pytest.mark.parametrize("module", ["lab.plan.__main__", "lab.simulate.__main__", "lab.compare"])
@@ -338,4 +323,4 @@ ADVICE = {  # a job: what is advised
 
 @pytest.mark.parametrize("given", ADVICE)
 def test_advice_names_the_lowest_stage_that_fits_a_slow_link_and_a_full_host(tmp_path, given):
-    assert re.match(ADVICE[given], results_of(tmp_path, *given.split())["advice"])
+    assert re.match(ADVICE[given], results_of(plan.main, tmp_path, *given.split())["advice"])
