@@ -24,33 +24,20 @@ def sent(stage, numel, world_size):
     scattered = {"reduce_scatter": part, "all_gather": (2 if stage == 3 else 1) * part, "all_reduce": 0}
     return scattered if stage else {"all_reduce": 2 * part}
 """
-MEAN = "    return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()"
+SIZE = "dist.get_world_size()"
+MEAN = f"    return sum(received.chunk({SIZE})) / {SIZE}"
+OPEN = 'raise NotImplementedError("part 3, sent, is still open")'
 OTHERWISE = {  # {what stands otherwise: (a text, its replacement, points, part of what is said)}
     "nothing": ("", "", 10, None),
     "sends more": (MEAN, "    dist.all_reduce(tensor)\n" + MEAN, 6, "sends 24 bytes, expected 8"),
-    "divides first": (
-        MEAN,
-        "    received /= dist.get_world_size()\n    return sum(received.chunk(dist.get_world_size()))",
-        6,
-        "is [2.99999",
-    ),
+    "divides first": (f"received.chunk({SIZE})) / {SIZE}", f"(received / {SIZE}).chunk({SIZE}))", 6, "is [2.99999"),
     "knows two ranks": ("(32 * world_size)", "64", 7, "expected [0, 352]"),
     "floats": ("world_size)) * 32", "world_size)) * 32.0", 7, "[32.0, 64.0]"),
-    "an all-reduce sends a tensor once": (
-        '"all_reduce": 2 * part',
-        '"all_reduce": numel',
-        7,
-        "expected {'all_reduce': 128}",
-    ),
+    "an all-reduce sends a tensor once": ("2 * part}", "numel}", 7, "expected {'all_reduce': 128}"),
     "cannot be read": ("import torch.distributed as dist", "import", 0, "Line 3: SyntaxError"),
     "adds backwards": (MEAN, MEAN.replace("size())) /", "size())[::-1]) /"), 6, "is [0.0], expected [0.333"),
     "raises": ("    part = numel", "    part = 1 // 0", 7, "ZeroDivisionError"),
-    "is open": (
-        "    part = numel - numel / world_size",
-        '    raise NotImplementedError("part 3, sent, is still open")',
-        7,
-        "part 3, sent",
-    ),
+    "is open": ("    part =", f"    {OPEN}\n    part =", 7, "part 3, sent"),
 }
 
 

@@ -10,25 +10,12 @@ from course import measure
 SHEET = ROOT / "notebooks" / "exercises" / "measure.toml"
 
 
-@pytest.mark.parametrize(
-    ("guess", "points"),
-    [
-        (100, 3),
-        (125, 3),
-        (80, 3),
-        (126, 2),
-        (62.5, 2),
-        (250, 1),
-        (40, 1),
-        (251, 0),
-        (0, 0),
-        (-100, 0),
-        ("?", 0),
-        (None, 0),
-    ],
-)
-def test_the_nearer_a_prediction_the_more_points(guess, points):
-    assert measure.points_of(guess, 100.0, measure.NEAR["seconds"]) == points
+POINTS = {3: (100, 125, 80), 2: (126, 62.5), 1: (250, 40), 0: (251, 0, -100, "?", None)}  # of guesses, if 100 are right
+
+
+@pytest.mark.parametrize("points", POINTS)
+def test_the_nearer_a_prediction_the_more_points(points):
+    assert {measure.points_of(guess, 100.0, measure.NEAR["seconds"]) for guess in POINTS[points]} == {points}
 
 
 @pytest.mark.parametrize("text", ["", "bytes = 3", SHEET.read_text()])
