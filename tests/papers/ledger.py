@@ -10,10 +10,12 @@ counted as one law. The model has no padding: 1024 ranks divide its weights.
 import json
 import math
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,15 +35,15 @@ SIDE, LAYERS = 4096, 8
 PSI = LAYERS * SIDE**2
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 P_OS, P_OS_G, P_OS_G_P = STAGES[1:]
-ZERO, OFFLOAD, INFINITY, ZEROPP = "ZeRO", "ZeRO-Offload", "ZeRO-Infinity", "ZeRO++"
-TEXTS = "secondary texts"
+ZERO, INFINITY, TEXTS = "ZeRO", "ZeRO-Infinity", "secondary texts"
 K = 1024
-# Laws that are claimed of several sizes, parts or ways.
-STATES, SENT, TIERS = "model states by stage and ranks", "elements sent by stage", "model states by tier"
-SHAPES, ALL_STATES, KEPT = "parameters of a shape", "20 bytes of a parameter", "bytes of activation checkpoints"
-EFFICIENCY, OUT = "efficiency by bandwidth", "what leaves a node in ZeRO++"
+# Laws of the papers' tables.
+STATES, SHAPES = "model states by stage and ranks", "parameters of a shape"
+ALL_STATES, KEPT = "20 bytes of a parameter", "bytes of activation checkpoints"
 PEAK = 70e12  # operations per second, the GPU peak of ZeRO-Infinity's sec. 4
 DEVICE = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+OFF = dict.fromkeys(("quantize_weights", "hierarchical", "quantize_gradients"), False)
+BOTH, RINGS, HOPS = slice(2), slice(1), slice(1, 2)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -96,6 +98,11 @@ def ran(engine, ranks, per_node=None, **own):
     return counts(engine, world_size=ranks, ranks_per_node=per_node, own=own)
 
 
+def per_parameter(what, engine, ranks, **own):
+    """Bytes per parameter of what a rank counts."""
+    return sum(ran(engine, ranks, **own)[what].values()) / PSI
+
+
 def on_device(**tiers):
     """Bytes of model states per parameter on the device, at one rank with some states in other tiers."""
     return sum(counts("offload.nvme", own={"tiers": DEVICE | tiers})["model_state_bytes"].values()) / PSI
@@ -103,12 +110,12 @@ def on_device(**tiers):
 
 def held(engine, ranks, times=1, **own):
     """Bytes of model states per parameter on the device; GB, given billions of parameters."""
-    return times * (sum(ran(engine, ranks, **own)["model_state_bytes"].values()) / PSI)
+    return times * per_parameter("model_state_bytes", engine, ranks, **own)
 
 
 def sent(engine, ranks=64, **own):
     """Elements sent per parameter, without the factor (N-1)/N, which papers omit."""
-    return sum(ran(engine, ranks, **own)["wire_bytes_per_step"].values()) / 2 / PSI * ranks / (ranks - 1)
+    return per_parameter("wire_bytes_per_step", engine, ranks, **own) / 2 * ranks / (ranks - 1)
 
 
 def across(which, ranks=64, per_node=8, **own):
@@ -163,6 +170,12 @@ def checkpoint_tib(layers, width):
     return checkpoint_bytes() * 32 * K * width * layers / 2**40
 
 
+def adam_over_parameters():
+    """The size of Adam's states over that of the parameters."""
+    states = ran("stage0_ddp", 1)["model_state_bytes"]
+    return states["optimizer"] / states["parameters"]
+
+
 def operator_bytes():
     """Transient memory at the worst moment, per element of the operator."""
     resident = counts("offload.nvme", "make_operator")["worst"].resident
@@ -180,7 +193,7 @@ def block_bytes():
 
 def kept_and_stepped(times=1):
     """Bytes of model states on disk per parameter, and of the fp32 gradient that a step makes."""
-    return times * (sum(ran("offload.nvme", 1, tiers="nvme")["disk_state_bytes"].values()) / PSI + 4)
+    return times * (per_parameter("disk_state_bytes", "offload.nvme", 1, tiers="nvme") + 4)
 
 
 def gpt(layers, width):
@@ -260,10 +273,9 @@ FIG_2A = (  # layers; width, thousands; parameters, T; TiB of model states, and 
 MEASURED = {"stage0_ddp": "1.3 2.5 5 10 20", "stage1_os": "6.2 12.5 25 50 100"}  # its other half
 
 
-def zero():
-    claim, plain = partial(Claim, ZERO, law=STATES), partial(Claim, ZERO)
-    yield claim("3.1", "bytes per parameter in mixed precision with Adam", "16", partial(held, "stage0_ddp", 1))
-    yield claim("3.1", "GB of 1.5 B parameters", "24", partial(held, "stage0_ddp", 1, 1.5))
+def tables():
+    """The claims of the papers' tables, which one law makes of many sizes."""
+    claim = partial(Claim, ZERO, law=STATES)
     for stage, gb in zip(STAGES, ("120", "31.4", "16.6", "1.9"), strict=True):
         yield claim("fig. 1", f"GB of 7.5 B on 64 ranks, {stage}", gb, partial(held, stage, 64, 7.5))
     for size, billions, *rows in TABLE_1:
@@ -283,110 +295,31 @@ def zero():
         simulated = next(row["parameters"] for row in largest if (row["engine"], row["ranks"]) == (stage, 64)) / 1e9
         says = f"B parameters measured in 32 GB, {stage}, 64 ranks x 1, 2, 4, 8, 16"
         note = f"measured there; results/scaling.json simulates {simulated:.1f}, x 1"
-        yield plain("table 2", says, printed, None, note)
-    for stage, elements in zip(STAGES, ("2", "2", "2", "3"), strict=True):
-        own = {"keep_last": False} if stage == P_OS_G_P else {}
-        says = f"elements sent for a parameter, {stage}"
-        yield plain("7", says, elements, partial(sent, stage, **own), law=SENT)
-    says = "GB of activation checkpoints of 100 B, b 32, s 1024, with P_a in 16 parts"
-    note = "a sixteenth of the 33 that the paper has without; tests/parallel counts the part that a rank keeps"
-    yield plain("6.1", says, "2", None, note, KEPT, formula="2.06")
-    says, note = "what P_a sends, over tensor parallelism's own: less than", "a twelfth of it"
-    yield plain("8", says, "0.1", partitioned, note)
-
-
-def offload():
-    claim = partial(Claim, OFFLOAD)
-    both = {"gradients": "cpu", "optimizer": "cpu"}
-    for where, printed, tiers in (
-        ("all there", "16", {}),
-        ("gradients on the CPU", "14", {"gradients": "cpu"}),
-        ("the update on the CPU", "4", {"optimizer": "cpu"}),
-        ("both", "2", both),
-    ):
-        says = f"bytes per parameter on the GPU, {where}"
-        yield claim("table 1", says, printed, partial(on_device, **tiers), law=TIERS)
-    on_host = lambda: sum(ran("offload", 1)["host_state_bytes"].values()) / PSI  # noqa: E731
-    note = "the table prints the GPU's part alone"
-    yield claim("table 1", "bytes per parameter on the host, both", "2 of 16", on_host, note, TIERS, formula="14")
-    bus = lambda: sum(ran("offload", 1)["bus_bytes_per_step"].values()) / PSI  # noqa: E731
-    yield claim("3", "bytes per parameter between CPU and GPU in a step", "4", bus)
-    yield claim("5", "B parameters on one V100 of 32 GB", "13", None, "measured there; there is no V100 here")
-
-
-def infinity():
-    claim = partial(Claim, INFINITY)
-    yield claim("3", "bytes of activation checkpoints for each b s hd nl", "2", checkpoint_bytes, law=KEPT)
+        yield Claim(ZERO, "table 2", says, printed, None, note)
+    claim = partial(Claim, INFINITY, "fig. 2a")
     note = "16 are kept; 4 more are the fp32 gradient, of which ours has one sub-group at a time"
-    yield claim("3", "bytes of model states per parameter", "20", kept_and_stepped, note, ALL_STATES)
     for layers, thousands, trillions, states, kept in FIG_2A:
-        of, width, claimed = f"{layers} layers, {thousands}K wide", thousands * K, partial(claim, "fig. 2a")
-        yield claimed(f"T parameters of {of}", trillions, partial(gpt, layers, width), law=SHAPES)
+        of, width = f"{layers} layers, {thousands}K wide", thousands * K
+        yield claim(f"T parameters of {of}", trillions, partial(gpt, layers, width), law=SHAPES)
         ours = partial(kept_and_stepped, 12 * layers * width**2 / 2**40)
-        yield claimed(f"TiB of model states, {of}", states, ours, note, ALL_STATES)
+        yield claim(f"TiB of model states, {of}", states, ours, note, ALL_STATES)
         says = f"TiB of activation checkpoints, b 32, s 1024, {of}"
-        yield claimed(says, kept, partial(checkpoint_tib, layers, width), law=KEPT)
-    says = "bytes that an operator of hd x 4hd needs on the device, for each of its elements"
-    yield claim("3", says, "4", operator_bytes)
-    says = "bytes of activations between two checkpoints, for each b s hd, as 16 hd + 2 heads s has them"
-    note = (
-        "autograd keeps what every operation reads, and its gradients lie beside it; fused attention has no square of s"
-    )
-    yield claim("3", says, "16", block_bytes, note, differs=True)
-    says = "% efficiency at 70 GB/s for parameters and gradients, b 1, s 1024"
-    note = "parameters come twice, as recomputation and backward share a gather: 6 bytes each, where the paper takes 8"
-    ours = partial(efficiency, 70e9, "make_recomputed", dict.fromkeys(DEVICE, "cpu"), sequence=K)
-    yield claim("4", says, "over 50", ours, note, EFFICIENCY, "50.6", differs=True)
-    says = "% efficiency at 1.5 TB/s for optimizer states, b 2, s 1024"
-    note = "12 bytes are read and 12 written, where the paper takes 16 each: the fp32 gradient is made where it is used"
-    ours = partial(efficiency, 1.5e12, "make_recomputed", DEVICE | {"optimizer": "nvme"}, batch=2, sequence=K)
-    yield claim("4", says, "90", ours, note, EFFICIENCY, "91.6", differs=True)
-    ours = partial(efficiency, 2e9, wide_gpt, checkpoint_activations="reentrant", offload_activations=True)
-    says, note = "% efficiency at 2 GB/s for activation checkpoints, hd 2K", "the paper says over 80 beside it"
-    yield claim("4", says, "over 80", ours, note, EFFICIENCY, "58")
+        yield claim(says, kept, partial(checkpoint_tib, layers, width), law=KEPT)
 
 
-def zeropp():
-    claim, both, rings, hops = partial(Claim, ZEROPP, law=OUT), slice(2), slice(1), slice(1, 2)
-    off = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
-    second = lambda: 1 - across(both, **off) + across(both, **off | {"hierarchical": True})  # noqa: E731
-    scales, wide = "but for a scale in each block of 4096", {"block": 4096}
-    yield claim("table 1", "M that a node sends, as stage 3", "3", partial(across, both, **off))
-    yield claim("table 1", "M of forward's gathers, with qwZ", "0.5", partial(across, rings, **wide), scales)
-    yield claim("table 1", "M of backward's gathers, with hpZ", "0", second)
-    yield claim("table 1", "M of gradients, with qgZ", "0.25", partial(across, hops, **wide), scales)
-    yield claim("table 1", "M that a node sends, with all three", "0.75", partial(across, both, **wide), scales)
-    for block, *printed in ((2048, "0.501", "0.251"), (128, "0.516", "0.266")):
-        for way, share, part in zip(("qwZ", "qgZ"), printed, (rings, hops), strict=True):
-            says = f"M that {way} sends, a scale in each block of {block}"
-            yield claim("4", says, share, partial(across, part, block=block))
-    says = "GB of 100 B on 1024 ranks in nodes of 16, stage 3"
-    yield claim("3.2", says, "1.56", partial(held, P_OS_G_P, 1024, 100), law=STATES)
-    ours = partial(held, "zeropp", 1024, 100, per_node=16)
-    yield claim("3.2", "GB of the same with hpZ", "14.06", ours, law=STATES)
-
-
-def texts():
-    """Statements about the papers that the papers do not make."""
-    wrong, plain = partial(Claim, TEXTS, "", wrong=True, law=SENT), partial(sent, "stage0_ddp")
-    yield wrong("elements that stage 1 sends", "3", partial(sent, P_OS), "its first half is a reduce-scatter")
-    yield wrong("elements that data parallelism sends", "1.5", plain)
-    yield wrong("stage 3's volume over data parallelism's", "1", lambda: sent(P_OS_G_P, keep_last=False) / plain())
-    yield wrong("stage 2's traffic over data parallelism's", "0.5", lambda: sent(P_OS_G) / plain())
-    says, note = "bytes of Adam's states over those of parameters", "three in fp32, over bf16"
-    yield wrong(says, "4", adam_over_parameters, note, law="")
-    yield wrong("times less memory on 8 GPUs", "64", lambda: held("stage0_ddp", 8) / held(P_OS_G_P, 8), law=STATES)
-
-
-def adam_over_parameters():
-    """The size of Adam's states over that of the parameters."""
-    states = ran("stage0_ddp", 1)["model_state_bytes"]
-    return states["optimizer"] / states["parameters"]
+def read():
+    """The claims of claims.toml."""
+    for paper, laws in tomllib.loads(Path(__file__).with_name("claims.toml").read_text()).items():
+        for law, found in laws.items():
+            for says, (place, printed, count, *more) in found.items():
+                ours = partial(eval, count, globals()) if count else None
+                note, formula, differs = (*more, "", "", "")[:3]
+                yield Claim(paper, place, says, printed, ours, note, law, formula, paper == TEXTS, bool(differs))
 
 
 def claims():
     """All of them."""
-    return [*zero(), *offload(), *infinity(), *zeropp(), *texts()]
+    return [*tables(), *read()]
 
 
 def counted(claims):
