@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from matrix import CELLS, Cell, as_judged
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor.debug import CommDebugMode
 from training import ADAMW, BUCKET_MB, batch, same_bits, train_step
 from verdicts import passes
 
@@ -20,7 +19,6 @@ from common.engines import find_engine
 from interop import museum, peers
 from interop.peers.base import Peer
 from lab.compare import relative_difference
-from lab.simulate.clock import collective_of
 
 # Bytes per parameter of (parameters, gradients, optimizer) in fp32 with Adam, averaged over n ranks.
 HOLDS = {
@@ -205,20 +203,6 @@ def test_what_the_museum_shows_is_a_cell_of_the_matrix_and_an_engine(exhibit):
     assert issubclass(find_engine(exhibit["engine"]), Peer)
 
 
-class Sent(TorchDispatchMode):
-    """A context that counts the bytes of all collectives, {kind: bytes}."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            kind, _, sent = collective_of(function, args)
-            self.bytes[kind] += sent
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("peer", "times"), [(peers.FSDP2, 2), (peers.FSDP2KeepParameters, 1)])
 def test_fsdp2_has_shards_between_steps_and_whole_parameters_meanwhile_if_it_keeps_them(world, peer, times):
     """The table "FSDP2 that keeps parameters" of stage 3's page."""
@@ -226,11 +210,12 @@ def test_fsdp2_has_shards_between_steps_and_whole_parameters_meanwhile_if_it_kee
     shards = lambda: [isinstance(p, DTensor) for p in engine.module.parameters()]  # noqa: E731
     for _ in range(2):
         assert all(shards())
-        with Sent() as sent:
+        with CommDebugMode() as sent:
             inputs, targets = batch(engine.module, world, 0)
             loss = models.loss(engine(inputs), targets)
             assert all(shards()) if times == 2 else not any(shards())
             engine.backward(loss)
             assert all(shards())
         engine.step()
-    assert sent.bytes["all_gather"] == times * sent.bytes["reduce_scatter"] > 0
+    counts, ops = sent.get_comm_counts(), torch.ops.c10d
+    assert counts[ops._allgather_base_] == times * counts[ops._reduce_scatter_base_] > 0

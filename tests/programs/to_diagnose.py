@@ -71,8 +71,7 @@ def accumulated(Engine, **options):
         engine.step()
 
 
-def accumulated_in_16_bit(Engine):
-    accumulated(Engine, precision="bf16")
+accumulated_in_16_bit = partial(accumulated, precision="bf16")
 
 
 def scheduled(Engine):
@@ -97,12 +96,11 @@ class Unused(nn.Module):
         return self.second(x) if self.turns and dist.get_rank() % 2 else self.first(x)
 
 
-def unused(Engine):
-    loop(Engine(Unused(turns=False), ADAMW))
+def unused(Engine, turns=False):
+    loop(Engine(Unused(turns), ADAMW))
 
 
-def unused_in_turns(Engine):
-    loop(Engine(Unused(turns=True), ADAMW))
+unused_in_turns = partial(unused, turns=True)
 
 
 def same_data(Engine):
