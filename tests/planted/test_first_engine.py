@@ -15,8 +15,6 @@ from machine import PATIENCE
 from matrix import CELLS, OPTIONS, Cell, as_judged, train_cell
 from verdicts import passes
 
-from common.engines import find_engine
-from common.errors import InputError
 from common.ranks.world import RankFailed
 from interop.diagnose import suspects
 
@@ -121,12 +119,6 @@ def test_the_last_line_does_not_say_that_nothing_fails_if_the_suite_itself_does(
     assert re.search(r"\d errors? in ", said)
     assert "Nothing fails" not in said
     assert "Look first at tests/any_engine/test_equivalence.py::" in said
-
-
-@pytest.mark.parametrize("name", ["no_such_module:Engine", "first_engine:NoSuchName", "first_engine.py:DataParallel"])
-def test_an_unknown_engine_is_told_the_form_of_a_name(name):
-    with pytest.raises(InputError, match=r"package\.module:Name"):
-        find_engine(name)
 
 
 def test_after_a_few_hangs_the_rest_is_skipped():

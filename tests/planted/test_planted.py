@@ -21,7 +21,7 @@ LISTS = [
     stage_mutants.MUTANTS,
     read("offload", ("offload",), SHARED | vars(offload_probes)),
     read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
-    read("zeropp", (), vars(zeropp_probes) | vars(hybrid_probes), size=4),
+    read("zeropp", (), SHARED | vars(zeropp_probes) | vars(hybrid_probes), size=4),
     read("parallel", ("stage1_os",), vars(parallel_probes), size=4),
     read("muon", ("stage1_os",), vars(muon_probes), size=4),
 ]

@@ -1,9 +1,6 @@
 """Probes of ZeRO++, at 4 ranks in two nodes of two: bounds of rounding, secondary shards, bytes that leave a node."""
 
-import contextlib
-
 import torch
-from late_lanes import on_lane
 from planting import broken
 from training import batch_loss, make_engine, same_bits, train_counted, train_step, zoo_engine
 
@@ -124,17 +121,6 @@ def eventful(world, name, folder):
     made.step()
     losses.append(train_step(made, world, 7))
     return losses, made.full_state_dict()
-
-
-def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
-    """If the lane runs only when it is waited for, a training ends the same."""
-    ends = []
-    for lane in (contextlib.nullcontext(), on_lane("late", world.rank)):
-        with lane:
-            made = make_engine(engine, "gpt-tiny", precision="bf16")
-            losses = [train_step(made, world, step) for step in range(3)]
-            ends.append((losses, sha256(made.full_state_dict())))
-    return broken(bits=ends[0] == ends[1])
 
 
 def nothing_of_a_gradient_is_lost(world, engine, folder):

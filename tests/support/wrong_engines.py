@@ -35,17 +35,13 @@ def has_groups(cell):
     return OPTIONS[cell.option].groups
 
 
-IDEAS = {  # a wrong engine -> the cells in which that shows
-    suspects.NoDivision: several_ranks,
-    suspects.EachForItself: several_ranks,
-    suspects.LastBucketDropped: several_ranks,
-    suspects.OnlyTheLastMicroBatch: accumulates,
-    suspects.MeanOfMeans: accumulates,
-    suspects.LocalNorm: clips,
+# A wrong engine -> the cells in which that shows.
+IDEAS = dict.fromkeys((suspects.NoDivision, suspects.EachForItself, suspects.LastBucketDropped), several_ranks)
+IDEAS |= dict.fromkeys((suspects.OnlyTheLastMicroBatch, suspects.MeanOfMeans), accumulates)
+IDEAS |= dict.fromkeys((suspects.LocalNorm, suspects.ClipsAfterTheStep), clips)
+IDEAS |= dict.fromkeys((suspects.DecayOfGroupsIgnored, suspects.FirstGroupAlone), has_groups)
+IDEAS |= {
     suspects.NormOfTheFirstGroup: lambda cell: clips(cell) and has_groups(cell),
-    suspects.ClipsAfterTheStep: clips,
-    suspects.DecayOfGroupsIgnored: has_groups,
-    suspects.FirstGroupAlone: has_groups,
     suspects.StaleByOneStep: any_cell,
     suspects.NoMaster: lambda cell: cell.precision != "fp32",
     suspects.StepCountReset: lambda cell: OPTIONS[cell.option].resumed or OPTIONS[cell.option].elsewhere,
@@ -127,14 +123,10 @@ class UntiedWeights(DataParallel):
         super().__init__(model, optimizer, init=init, **options)
 
 
-BUGS = {
-    suspects.NoDivision: several_ranks,
-    suspects.EachForItself: several_ranks,
-    suspects.GradientsStay: any_cell,
-    ParameterLeftOut: any_cell,
-    StaleParameters: several_ranks,
-    WrongOwner: several_ranks,
-    StepsTwice: several_ranks,
+BUGS = dict.fromkeys((suspects.GradientsStay, ParameterLeftOut), any_cell)
+BUGS |= dict.fromkeys((suspects.NoDivision, suspects.EachForItself), several_ranks)
+BUGS |= dict.fromkeys((StaleParameters, WrongOwner, StepsTwice), several_ranks)
+BUGS |= {
     NoBroadcastOfBuffers: with_traits("at 2 or more ranks", "with buffers"),
     KeepsGradientsOfAFailedBackward: lambda cell: re.search("fails in (backward|recomputation)", cell.model),
     NormAfterClipping: clips,
