@@ -30,9 +30,9 @@ def test_a_property_has_its_share_of_the_time_and_at_least_one_case(seconds, num
     assert len(drawn("commit", seconds)) == number  # 2 s times the root of 63
 
 
-def test_a_property_of_long_cases_runs_at_some_commits():
-    times = sum(len(drawn(str(commit), seconds=15.0)) for commit in range(200))
-    assert 10 <= times <= 30  # one in ten
+@pytest.mark.parametrize(("seconds", "least", "most"), [(15.0, 10, 30), (61.0, 0, 0)])
+def test_a_property_of_long_cases_runs_at_some_commits_one_in_ten_and_one_of_minutes_never(seconds, least, most):
+    assert least <= sum(len(drawn(str(commit), seconds)) for commit in range(200)) <= most
 
 
 def test_a_sample_has_each_value_of_each_parameter_before_any_comes_often():
@@ -56,7 +56,3 @@ def test_parts_take_equally_long_and_together_are_all_cases_in_their_order():
     parts = [part(given, f"{number}/6", {"test": 1.0}) for number in range(1, 7)]
     assert [case for each in parts for case in each] == given
     assert {len(each) for each in parts} == {10, 11}
-
-
-def test_a_case_of_minutes_is_never_drawn():
-    assert not any(drawn(str(commit), seconds=61.0) for commit in range(200))
