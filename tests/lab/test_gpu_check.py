@@ -128,29 +128,22 @@ def test_every_check_names_what_it_runs():
 # ---- what reads a GPU's counters, beside those of a GPU that is not there -------------------------------------------
 
 
-class Counters:
+def counters():
     """torch.cuda's, of a step that waits at two places."""
 
-    def set_sync_debug_mode(self, mode):
+    def set_sync_debug_mode(mode):
         if mode == "warn":
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
-    def __enter__(self):
-        stats = {"num_alloc_retries": 0, "segment.all.current": 3}
-        answers = {"memory_stats": lambda: stats, "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 10**6}
-        fakes = answers | {"reset_peak_memory_stats": lambda: None, "set_sync_debug_mode": self.set_sync_debug_mode}
-        self._patched = [mock.patch.object(torch.cuda, name, fake) for name, fake in fakes.items()]
-        for patch in self._patched:
-            patch.start()
-
-    def __exit__(self, *error):
-        for patch in self._patched:
-            patch.stop()
+    stats = {"num_alloc_retries": 0, "segment.all.current": 3}
+    answers = {"memory_stats": lambda: stats, "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 10**6}
+    answers |= {"reset_peak_memory_stats": lambda: None, "set_sync_debug_mode": set_sync_debug_mode}
+    return mock.patch.multiple(torch.cuda, **answers)
 
 
 @pytest.mark.ranks(1)
 def test_waits_are_told_by_stage_and_place(world):
-    with Counters():
+    with counters():
         passed, said = count_syncs(world)
     assert not passed and [line.split(": 1 [")[0] for line in said.splitlines()] == list(STAGES)
 
@@ -158,7 +151,7 @@ def test_waits_are_told_by_stage_and_place(world):
 @pytest.mark.ranks(1)
 def test_memory_is_told_by_engine(world, monkeypatch):
     monkeypatch.setattr(gpu_check, "LARGER", "gpt-tiny")
-    with Counters():
+    with counters():
         passed, said = look_at_memory(world)
     assert passed and said.count("allocated 1,000,000") == len(ENGINES)
 

@@ -6,12 +6,10 @@ import functools
 import planting
 import stage_probes as probes
 from matrix import Cell
-from planting import followed, replaced
+from planting import replaced
 from reading import Scene
 from torch import nn
 from training import STAGES
-
-from common.engine import Bucket
 
 ZERO_ONE, ONE_TWO, TWO_THREE = STAGES[:2], STAGES[1:3], STAGES[2:]
 SHARDED, BUCKETS = STAGES[1:], STAGES[:3]
@@ -52,18 +50,6 @@ SENDS_TWO_FORWARDS_ONCE = functools.partial(probes.gradients_travel_once, "two f
 MUTANTS = planting.read("stages", STAGES, vars(probes) | globals())
 shown_by = functools.partial(planting.shown_by, MUTANTS, engines=STAGES)
 globals().update((mutant.plant.__name__, mutant.plant) for mutant in MUTANTS)  # some are asked for by name
-
-
-@shown_by(CLIPPED)
-def padding_is_not_zeroed(engine):
-    what_empty_may_hold = float("nan")
-    return followed(
-        Bucket,
-        "finalize",
-        lambda bucket: bucket.local_gradients[max(slot.end for slot in bucket.slots.values()) :].fill_(
-            what_empty_may_hold
-        ),
-    )
 
 
 @shown_by(Cell("tied", "fp32", 2))
