@@ -12,10 +12,8 @@ from training import SEVEN, same_bits
 from common.engines import find_engine
 from common.errors import InputError
 
-pytestmark = [
-    hf.needs("lightning"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the Trainer is told of CPUs"),
-]
+on_cpus = pytest.mark.skipif(torch.cuda.is_available(), reason="the Trainer is told of CPUs")
+pytestmark = [hf.needs("lightning"), on_cpus]
 EPOCHS, BATCHES = 2, 5  # batches of a rank in an epoch
 
 
@@ -79,15 +77,10 @@ def trainer_of(ranks, name, options=None, saves_to=None, calls=(), **given):
 
     from interop.lightning import ZeroStrategy  # noqa: PLC0415
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 1}
     strategy = DDPStrategy() if name is None else ZeroStrategy(name, **(options or {}))
     saves = [ModelCheckpoint(saves_to, monitor="validated", save_top_k=-1)] if saves_to else []
-    loops = {
-        "max_epochs": EPOCHS,
-        "num_sanity_val_steps": 1,
-        "enable_checkpointing": bool(saves),
-        "callbacks": [*calls, *saves],
-    }
+    loops = {"max_epochs": EPOCHS, "enable_checkpointing": bool(saves), "callbacks": [*calls, *saves]}
     return Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **{**quiet, **loops, **given})
 
 
@@ -283,11 +276,8 @@ def loaded(world, folder):
         assert rest.keys() >= {"epoch", "loops", "lr_schedulers"}
         trainer = trainer_of(world.size, "stage2_grad")
         trainer.validate(module_of(), loader(world.size), ckpt_path=folder, verbose=False)
-        return (
-            engine.full_state_dict(),
-            fabric.strategy.get_module_state_dict(model._forward_module),
-            weights_of(trainer),
-        )
+        by_fabric = fabric.strategy.get_module_state_dict(model._forward_module)
+        return engine.full_state_dict(), by_fabric, weights_of(trainer)
 
 
 def test_an_engine_fabric_and_a_trainer_load_the_folder_at_another_world_size(worlds, tmp_path):
