@@ -246,12 +246,8 @@ def test_what_is_advised_is_simulated(tmp_path, capsys):
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-SPELT = [  # (usual key, another spelling)
-    ("num_key_value_heads", "num_kv_heads"),
-    ("num_key_value_heads", "num_query_groups"),
-    ("intermediate_size", "ffn_hidden_size"),
-    ("intermediate_size", "ffn_dim"),
-]
+SPELT = [("num_key_value_heads", other) for other in ("num_kv_heads", "num_query_groups")]
+SPELT += [("intermediate_size", other) for other in ("ffn_hidden_size", "ffn_dim")]
 
 
 def config_of(tmp_path, config):

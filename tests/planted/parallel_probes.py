@@ -67,14 +67,18 @@ def stages_train_the_whole_model(world, engine, folder):
     return broken_by(made, found, trained_whole(world, untied("gpt-tiny"), SGD)) + broken(reduced_once=reduced == once)
 
 
-def overflow_is_agreed_on_the_tensor_axis(world, engine, folder):
-    """An overflow in what one tensor rank holds makes every rank skip."""
-    made, loss_of = split_engine(world, engine, precision="fp16")
+def overflow_is_agreed(world, made, loss_of, ranks):
+    """An overflow in what these ranks hold makes every rank skip."""
     inputs, targets = batch(world, made.module, 0)
     made.backward(loss_of(made(inputs), targets))
-    if world.rank == 3:
+    if world.rank in ranks:
         made.buckets[0].gradient_shard[0] = torch.inf
     return broken(flag=overflow_flag(made.buckets, made.comm, made.axes) > 0)
+
+
+def overflow_is_agreed_on_the_tensor_axis(world, engine, folder):
+    """One tensor rank's makes every rank skip."""
+    return overflow_is_agreed(world, *split_engine(world, engine, precision="fp16"), (3,))
 
 
 def checkpoints_keep_a_part(world, engine, folder):
@@ -101,13 +105,8 @@ def expert_ranks_train_the_whole_model(world, engine, folder):
 
 
 def overflow_is_agreed_among_expert_ranks(world, engine, folder):
-    """An overflow in the experts of one expert rank makes every rank skip."""
-    made = expert_engine(world, engine, precision="fp16")
-    inputs, targets = batch(world, made.module, 0)
-    made.backward(models.loss(made(inputs), targets))
-    if world.rank in (1, 3):
-        made.buckets[0].gradient_shard[0] = torch.inf
-    return broken(flag=overflow_flag(made.buckets, made.comm, made.axes) > 0)
+    """That of the experts of one expert rank does."""
+    return overflow_is_agreed(world, expert_engine(world, engine, precision="fp16"), models.loss, (1, 3))
 
 
 def experts_without_tokens_have_a_gradient(world, engine, folder):
