@@ -181,7 +181,8 @@ def teeth_table(results):
         found = [row["samples"] for row in results["rows"] if of in (row["of"], "in all")]
         rows.append((of, str(len(found)), str(found.count(1)), str(len(found) - found.count(None))))
     header = ("faults in", "planted", "noticed by one sample", "by three in a row")
-    note = f"{results['planted'] - len(results['rows'])} more are planted by code, not by a text. {results['hardware']}"
+    left = results["planted"] - len(results["rows"])
+    note = f"{left} more faults are planted by code, not by a text, or not yet. {results['hardware']}"
     teeth = Table("", header, rows, note=note)
     counts, seconds = results["suite"]["counts"], results["suite"]["seconds_by_room"]
     rooms = sorted(seconds, key=seconds.get, reverse=True)
