@@ -23,7 +23,8 @@ def test_a_simulated_rank_of_several_axes_counts_what_a_real_one_does(worlds, on
     data, tensor, pipeline = layout
     micro_batches = 2 if pipeline > 1 else 1
     axes = {"data": data, "tensor": tensor, "pipeline": pipeline, "micro_batches": micro_batches}
-    how = {"precision": "bf16", "clip_norm": 1.0, "partition_activations": False, "seed": 0, "steps": 2}
+    how = {"precision": "bf16", "clip_norm": 1.0, "seed": 0, "steps": 2}
+    how |= {"expert": 1, "checkpoint_activations": None, "partition_activations": False}
     options = Namespace(engine=one, model="gpt-tiny", batch=2 * data * micro_batches, **axes, **how)
     rows = worlds(4).run(train, options)[0]["rows"]
     for rank, row in enumerate(rows):
