@@ -12,7 +12,6 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -62,19 +61,17 @@ def failures(clone, *chosen):
     return failed or ([ended.stdout[-300:]] if ended.returncode not in (0, 5) else [])
 
 
-def noticed(clone, mutant, of, before):
+def noticed(clone, mutant, of):
     """How many samples it takes to notice a fault, and by which test: (n, test), or (None, None).
 
-    Asked first are the tests named after what is planted in, then those that noticed most faults before.
+    Asked first are the tests named after what is planted in, then rooms one by one.
     """
-    named = ROOT.glob(f"tests/*/test_{mutant.plant.module.rpartition('.')[2]}.py")
-    files = Counter(row["test"].partition("::")[0] for row in before if row["test"]).most_common()
-    first = [*(path.relative_to(ROOT) for path in named), *(path for path, _ in files if (ROOT / path).exists())]
-    likely = sorted(LIKELY, key=lambda room: room != OWN.get(of))
+    named = [path.relative_to(ROOT) for path in ROOT.glob(f"tests/*/test_{mutant.plant.module.rpartition('.')[2]}.py")]
+    likely = [[f"tests/{room}"] for room in sorted(LIKELY, key=lambda room: room != OWN.get(of))]
     for number in range(SAMPLES):
         git(clone, "reset", "--quiet", "--hard", f"sample{number}")
         plant(clone, mutant)
-        for paths in ([*first, *(f"tests/{room}" for room in likely)], [f"tests/{room}" for room in REST]):
+        for paths in filter(None, (named, *likely, [f"tests/{room}" for room in REST])):
             found = failures(clone, "-x", *LEFT_OUT, *paths)
             if found and ("::" not in found[0] or failures(clone, "--all", found[0])):  # no time-out of a busy machine
                 return number + 1, found[0]
@@ -120,7 +117,7 @@ def main():
             of, mutant = fault
             clone = free.get()
             try:
-                samples, test = noticed(clone, mutant, of, record["rows"])
+                samples, test = noticed(clone, mutant, of)
                 git(clone, "reset", "--quiet", "--hard", "sample0")
                 if test and failures(clone, "--all", test):  # it passes where nothing is planted
                     raise InputError(f"{test} fails without a fault too")
