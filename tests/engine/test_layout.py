@@ -177,6 +177,8 @@ def test_one_block_dealt_by_itself_pads_its_shards_and_a_whole_model_does_not(ra
     assert FlatRange(members[:4], cut, ranks).padding_ratio == 1
     assert FlatRange(members[:4], kind, ranks).padding_ratio == pytest.approx(alone, abs=0.005)
     assert FlatRange(members, kind, ranks).padding_ratio == pytest.approx(together, abs=0.005)
+    runs = buckets(named, groups, dtype_of, 1, ranks)
+    assert len(runs) == 1 or max(run.padding_ratio for run in runs) <= PADDING
 
 
 @pytest.mark.parametrize(("bucket_bytes", "packed"), [(79, [1, 1]), (80, [2]), (39, [1, 1])])

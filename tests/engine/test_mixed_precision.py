@@ -28,6 +28,7 @@ SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # ---- skipped steps --------------------------------------------------------------------------------------------------
 
 UP, DOWN = False, True  # a good step, an overflow
+MANY = [DOWN, UP, UP, UP, DOWN, DOWN, UP, UP, DOWN, UP, UP]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ UP, DOWN = False, True  # a good step, an overflow
         ([DOWN] * 3, 4),
         ([DOWN, UP, UP, UP, DOWN], 32),
         ([DOWN] * 20, 1),  # there is a minimum
+        (MANY, 8),
     ],
 )
 def test_the_scale_rises_and_sinks(overflows, scale):
@@ -171,11 +173,12 @@ def test_bytes_held_and_sent_are_those_predicted_on_every_rank(world, model, sta
     assert all(counted.values())
 
 
+@pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.ranks(2, 4)
-def test_bytes_held_while_accumulating_follow_the_papers_formula(world, stage):
-    engine, _ = train_counted(world, stage, "gpt-nano", 2, backwards=3, precision="bf16", bucket_mb=0.5)
+def test_bytes_held_follow_the_papers_formula_also_while_accumulating(world, stage, backwards):
+    engine, _ = train_counted(world, stage, "gpt-nano", 2, backwards=backwards, precision="bf16", bucket_mb=0.5)
     parameters = sum(p.numel() for p in models.build("gpt-nano").parameters())
-    formula = bytes_held(stage, world.size, "bf16", accumulated=True) * parameters
+    formula = bytes_held(stage, world.size, "bf16", accumulated=backwards > 1) * parameters
     assert sum(engine.model_state_bytes().values()) == pytest.approx(formula, rel=5e-3)  # padding, step counts
 
 

@@ -6,17 +6,17 @@ import itertools
 import time
 from unittest import mock
 
-import offload_probes
 import pytest
 import torch
 from commands import results_of
 from formulas import bytes_on_host
+from late_lanes import on_lane
 from matrix import Cell, ends
-from offload_probes import counts
 from offloaded import WARM_UP
 from planting import followed
+from torch.optim.lr_scheduler import ExponentialLR
 from traces import record, rows_of
-from training import make_engine, message_of, same_bits, train_counted, train_step, zoo_engine
+from training import UNFUSED, make_engine, message_of, same_bits, train_counted, train_step, zoo_engine
 
 from common import models, train
 from common.measure.memory import HOST, Timeline
@@ -55,6 +55,23 @@ def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(worlds, si
     expected = ends(worlds, "offloaded:DelayedLoop", cell)
     for engine in DELAYS:
         assert ends(worlds, engine, cell) == expected, engine
+
+
+@pytest.mark.parametrize("lane", ["late", "drowsy"])
+def test_a_delayed_update_lands_when_its_time_has_come_whenever_the_host_steps(world, lane):
+    ends = []
+    for name in ("offloaded:DelayedLoop", "offloaded:Delayed"):
+        with contextlib.nullcontext() if ends == [] else on_lane(lane, world.rank):
+            made = make_engine(name, optimizer=UNFUSED, clip_norm=0.5)
+            schedule = ExponentialLR(made.optimizer, 0.5)
+            losses = []
+            for step in range(5):
+                losses.append(train_step(made, world, step))
+                schedule.step()
+            ends.append((losses, made.full_state_dict()))
+    (expected, weights), (found, others) = ends
+    assert found == expected
+    assert same_bits(weights, others)
 
 
 OPTIMIZERS = {
@@ -103,6 +120,21 @@ def test_a_warm_up_that_is_over_stays_over_in_a_resumed_training(world, tmp_path
     assert any(bucket.stepping is not None for bucket in other.buckets)
 
 
+def test_a_load_waits_for_a_delayed_update(world, tmp_path):
+    ends = []
+    for interrupted in (False, True):
+        made = zoo_engine(world, "offloaded:Delayed", precision="bf16", steps=WARM_UP + 2)
+        made.save(tmp_path)
+        if interrupted:
+            train_step(made, world, 7)
+            made.load(tmp_path)
+        losses = [train_step(made, world, step) for step in (8, 9, 10)]
+        ends.append((losses, made.full_state_dict()))
+    (expected, weights), (found, others) = ends
+    assert found == expected
+    assert same_bits(weights, others)
+
+
 def test_a_read_does_not_land_an_update_and_synchronize_does(world):
     made = make_engine("offloaded:Delayed")
     weight = next(iter(made.module.parameters()))
@@ -120,8 +152,15 @@ def test_a_read_does_not_land_an_update_and_synchronize_does(world):
 
 @pytest.mark.parametrize("name", ["offload", *RATIOS, *DELAYS])
 @pytest.mark.ranks(1, 2, 3)
-def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(world, tmp_path, name):
-    assert counts(world, name, str(tmp_path)) == []
+def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(world, name):
+    """Where all states are on the host they are the paper's, too."""
+    made, counted = train_counted(world, name, steps=WARM_UP + 3, precision="bf16", clip_norm=1.0)
+    assert all(counted.values())
+    if made.ratio == 0:
+        padded = sum(bucket.padded_numel for bucket in made.buckets)
+        assert sum(made.model_state_bytes().values()) == 2 * padded
+        crossed = dict.fromkeys(("to_host", "to_device"), 2 * padded // world.size)
+        assert made.accounting.measured()["bus_bytes_per_step"] == crossed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory is taken by powers of two")
@@ -131,6 +170,14 @@ def test_bytes_held_on_the_host_follow_the_papers_table(world, precision):
     made = zoo_engine(world, "offload", "gpt-nano", bucket_mb=0.5, precision=precision)
     held = sum(made.accounting.measured()["host_state_bytes"].values())
     assert held == pytest.approx(bytes_on_host(world.size, precision) * PARAMETERS, rel=5e-3)
+
+
+def test_states_on_the_host_are_shared_mappings(world):
+    """Limits on private memory do not count them."""
+    made = zoo_engine(world, "offload")
+    states = [value for state in made.optimizer.state.values() for value in state.values() if value.dim()]
+    masters = [shard.master for bucket in made.buckets for shard in bucket.optimizer_shards]
+    assert not any(tensor.untyped_storage().resizable() for tensor in states + masters)
 
 
 def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_bus(world):
@@ -225,7 +272,3 @@ def test_exact_and_delayed_train_side_by_side(tmp_path):
     exact, delayed = results_of(delay.main, tmp_path, *options, drawn=True)["rows"]
     assert exact["losses"][:6] == delayed["losses"][:6]  # the sixth update is the first to be delayed
     assert exact["losses"][6] != delayed["losses"][6]
-
-
-def test_a_load_waits_for_a_delayed_update(world, tmp_path):
-    assert offload_probes.loads_over_what_is_under_way(world, "offloaded:Delayed", tmp_path) == []

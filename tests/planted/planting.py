@@ -2,19 +2,22 @@
 
 A fault is called with the engine's class and returns a context manager, within which the fault is active. Its name says
 what is wrong. It is the same on every rank, so that none hangs, and does not depend on timing. The probe that shows it
-is a cell of the equivalence matrix, or a function: `probe(world, engine, folder)` runs on every rank and returns the
-broken promises.
+is a cell of the equivalence matrix, a test of a room, or a function: `probe(world, engine, folder)` runs on every rank
+and returns the broken promises.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import CodeType
 from unittest import mock
 
+import pytest
 from matrix import Cell, expected, train_cell
 from verdicts import judge
 
@@ -90,24 +93,17 @@ def functions(owner, code):
 
 
 def read(name, engines, known, size=3):
-    """The mutants of a list in faults.toml; `known` maps names to probes and to groups of engines."""
-    mutants = []
-    for module, faults in tomllib.loads(Path(__file__).with_name("faults.toml").read_text())[name].items():
+    """The mutants of a list in faults.toml; `known` has the probes that are functions, by name."""
+    contents, mutants = tomllib.loads(Path(__file__).with_name("faults.toml").read_text()), []
+    cells = {cell: Cell(*values) for cell, values in contents["cells"].items()}
+    tests = {test: by_test(**values) for test, values in contents["tests"].items()}
+    known, groups = known | cells | tests, {group: tuple(names) for group, names in contents["engines"].items()}
+    for module, faults in contents[name].items():
         for fault, (shown, *texts) in faults.items():
             probe, _, of = shown.partition(" of ")
             edit = Edit(fault, module, tuple(zip(texts[::2], texts[1::2], strict=True)))
-            mutants.append(Mutant(edit, known[probe], known.get(of, (of,)) if of else engines, size))
+            mutants.append(Mutant(edit, known[probe], groups.get(of, (of,)) if of else engines, size))
     return mutants
-
-
-def shown_by(mutants, probe, engines, size=3):
-    """A decorator: add a fault, with the probe that shows it, to a list of mutants."""
-
-    def register(plant):
-        mutants.append(Mutant(plant, probe, engines, size))
-        return plant
-
-    return register
 
 
 def replaced(owner, name, fault):
@@ -130,6 +126,32 @@ def followed(owner, name, by):
 def healthy(engine):
     """No fault at all."""
     return contextlib.nullcontext()
+
+
+def by_test(test, **given):
+    """A probe: a room's test with these arguments. What else it takes is a world, an engine by name, or a folder."""
+    objects = {name: resolve_name(text) for name, text in given.items() if isinstance(text, str) and ":" in text}
+    return functools.partial(complaints, resolve_name(test), **given | objects)
+
+
+def complaints(test, world, engine, folder, **given):
+    """What a test says on this rank; nothing if it passes."""
+    names = dict.fromkeys(("engine", "stage", "name", "one", "other", "writer", "reader"), engine)
+    given = names | {"world": world, "tmp_path": Path(folder)} | given
+    forget(test)
+    try:
+        test(**{name: given[name] for name in inspect.signature(test).parameters})
+    except (AssertionError, pytest.fail.Exception) as error:
+        return [str(error)]
+    finally:
+        forget(test)
+    return []
+
+
+def forget(test):
+    """Drop what a test's module caches."""
+    for held in vars(inspect.getmodule(test)).values():
+        getattr(held, "cache_clear", int)()
 
 
 def broken(**promises):

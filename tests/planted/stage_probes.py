@@ -1,51 +1,18 @@
 """Probes of the stages, in addition to the matrix: small trainings that need no baseline, or bring their own."""
 
-import functools
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from formulas import bytes_held
 from late_lanes import on_lane
-from optimizers import CountsInItsGroup, Estimates
 from planting import broken
 from reading import outcome
-from training import batch_loss, inputs, make_engine, message_of, same_bits, small_engine, train_counted, train_step
-from trap_models import CASES, WIDTH, Block, Counting, Net, Tiny, loss, net, step
+from training import inputs, message_of, same_bits, small_engine
+from trap_models import CASES, WIDTH, Block, Tiny, loss, net, step
 
 from common.engine.mixed_precision import overflow_flag
-from common.loop import sha256
-from common.measure.memory import Timeline
 
-# ---- measured = predicted -----------------------------------------------------------------------------------------
-
-
-def formula(engine, per_parameter):
-    """Bytes of model states: padding counts as parameters, and each bucket's step count takes 4 bytes."""
-    return round(per_parameter * sum(bucket.padded_numel for bucket in engine.buckets)) + 4 * len(engine.buckets)
-
-
-def accounts(model, world, engine, folder):
-    """Bytes held and sent equal the predicted ones and the paper's; all ranks end with the same weights."""
-    made, kept = train_counted(world, engine, model, clip_norm=1.0)
-    return broken(
-        **kept,
-        papers_formula=sum(made.model_state_bytes().values()) == formula(made, bytes_held(engine, world.size)),
-        ranks_agree=len(set(made.comm.gather_objects(sha256(made.full_state_dict())))) == 1,
-    )
-
-
-def accounts_of_a_sum(world, engine, folder):
-    """In bf16 a step of two backwards holds their sum in fp32, in place of gradients that it no longer keeps."""
-    made = make_engine(engine, "gpt-tiny", precision="bf16")
-    for index in range(2):
-        made.backward(batch_loss(made, world, index))
-    made.step()
-    held, per_parameter = made.model_state_bytes(), bytes_held(engine, world.size, "bf16", accumulated=True)
-    return broken(
-        held=held == made.predicted_model_state_bytes(),
-        papers_formula=sum(held.values()) == formula(made, per_parameter),
-    )
+# ---- what is sent -----------------------------------------------------------------------------------------
 
 
 def gradients_travel_once(case, world, engine, folder):
@@ -57,63 +24,6 @@ def gradients_travel_once(case, world, engine, folder):
     sent, predicted = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
     reductions = ("all_reduce", "reduce_scatter")
     return broken(sent=all(sent.get(name) == predicted.get(name) for name in reductions))
-
-
-def in_flight(world, engine, model):
-    """A step's peak of gradients in flight and receive buffers; and the limit, two buckets and one buffer."""
-    made = make_engine(engine, model)
-    train_step(made, world)
-    made.synchronize()
-    with Timeline(made) as timeline:
-        train_step(made, world, 1)
-    in_flight = sorted(bucket.padded_numel * 4 for bucket in made.buckets)
-    received = in_flight[-1] * (world.size - 1) // world.size
-    return timeline.peak_of("buckets in flight", "receive buffer"), sum(in_flight[-2:]) + received
-
-
-def two_buckets_in_flight(world, engine, folder):
-    """At most two buckets have gradients in flight, and one has a receive buffer."""
-    peak, bound = in_flight(world, engine, "gpt-tiny")
-    return broken(bound=peak <= bound)
-
-
-# ---- optimizers ---------------------------------------------------------------------------------------------------
-
-
-def thawed(world, engine, bucket_mb, folder):
-    """Weights of a training in which half of the parameters are frozen at first, saved and loaded on the way."""
-    made = functools.partial(small_engine, world, engine, bucket_mb=bucket_mb)
-    old, new, loaded = made(make=half_frozen, steps=2), made(), made(seed=1)
-    new.continue_from(old)
-    step(new, inputs(world, 2))
-    new.save(folder)
-    loaded.load(folder)
-    step(loaded, inputs(world, 3))
-    return loaded.full_state_dict()
-
-
-def half_frozen():
-    module = Net()
-    for parameter in list(module.parameters())[::2]:
-        parameter.requires_grad_(False)
-    return module
-
-
-def begins_at_step_0(world, engine, folder):
-    """A thawed parameter steps as it does alone in its bucket."""
-    ways = (engine, 25, Path(folder) / "together"), ("stage0_ddp", 1e-6, Path(folder) / "alone")
-    return broken(bits=same_bits(*(thawed(world, *way) for way in ways)))
-
-
-def counts_once(world, engine, folder):
-    """However many shards a step has, an optimizer that counts in its options counts one."""
-    made = small_engine(world, engine, optimizer=CountsInItsGroup, bucket_mb=1e-6, steps=3)
-    return broken(counted=made.optimizer.param_groups[0]["step"] == 3)
-
-
-def estimates_are_refused(world, engine, folder):
-    """What shards or ranks estimate differently is refused."""
-    return broken(refused=message_of(small_engine, world, engine, optimizer=lambda p: Estimates(p, 30), steps=32))
 
 
 # ---- norms and clipping -------------------------------------------------------------------------------------------
@@ -145,26 +55,6 @@ def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
     return no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=("host",))
 
 
-def old_graphs_do_not_go_backward(world, engine, folder):
-    """A graph from before a step used weights that are gone: its backward raises."""
-    made = small_engine(world, engine)
-    old = loss(made(inputs(world, 0)))
-    step(made, inputs(world, 1))
-    return broken(raises=message_of(made.backward, old) is not None)
-
-
-def calls_pass_the_door(world, engine, folder):
-    """What is written is kept before another call, or the call is refused; and a step needs a gradient."""
-    made = small_engine(world, engine, "bf16", steps=1)
-    with made.gathered(write=True), torch.no_grad():
-        made.module.head.bias.fill_(0.5)
-        kept = made.full_state_dict()["head.bias"].eq(0.5).all()
-    said = message_of(made.step)
-    with torch.no_grad():
-        made.module.head.bias.fill_(1.5)
-    return broken(keeps=kept, steps=said is not None, reads=message_of(made.full_state_dict) is not None)
-
-
 def reads_as_in_stage_0(scene, world, engine, folder):
     """A weight that is read at a place where it can be right is read as in stage 0."""
     return broken(reads=outcome(world, engine, scene) == "right")
@@ -193,39 +83,6 @@ def writes_to_freed_weights_are_lost(world, engine, folder):
 # ---- loss scale and overflow --------------------------------------------------------------------------------------
 
 
-def steps_of(world, made, factors):
-    """Steps with a factor each on the last rank's loss; return which were skipped, and the scale after each."""
-    results, good = [], 0
-    for factor in factors:
-        value = loss(made(inputs(world, good)))
-        made.backward(value * factor if world.rank == world.size - 1 else value)
-        results.append((made.step().skipped, made.loss_scaler.scale))
-        good += not results[-1][0]
-    return results
-
-
-OVERFLOW = 1e30
-
-
-def scale_follows(world, engine, folder):
-    """The loss scale halves from the second overflow on, and doubles after two good steps in a row."""
-    made = small_engine(world, engine, "fp16")
-    found = steps_of(world, made, [OVERFLOW, OVERFLOW, OVERFLOW, 1, 1, OVERFLOW, 1, OVERFLOW, 1])
-    meant = [(True, 1024), (True, 512), (True, 256), (False, 256), (False, 512), (True, 512)]
-    meant += [(False, 512), (True, 256), (False, 256)]
-    return broken(scales=found == meant)
-
-
-def skipped_without_a_trace(factor, world, engine, folder):
-    """A step that overflows is skipped, and training goes on as if it had never happened."""
-    ends = []
-    for factors in ([1, factor, 1], [1, 1]):
-        made = small_engine(world, engine, "fp16")
-        ends.append(([skipped for skipped, _ in steps_of(world, made, factors)], made.full_state_dict()))
-    (skipped, weights), (_, without) = ends
-    return broken(skipped=skipped == [False, True, False], weights=same_bits(weights, without))
-
-
 def overflow_is_agreed(world, engine, folder):
     """An overflow in one rank's gradients makes every rank skip."""
     made = small_engine(world, engine, "fp16")
@@ -236,20 +93,6 @@ def overflow_is_agreed(world, engine, folder):
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-
-
-def resumes(world, engine, folder):
-    """A training that was saved and loaded goes on like one that was not interrupted."""
-    first, second = (small_engine(world, engine, "fp16", net(block=Counting), steps=steps) for steps in (3, 0))
-    for group in first.optimizer.param_groups:
-        group["lr"] *= 0.5
-    first.save(folder)
-    second.backward(loss(second(inputs(world, 7))))  # a load drops it
-    second.load(folder)
-    same_scale = first.loss_scaler == second.loss_scaler
-    for made in (first, second):
-        step(made, inputs(world, 3))
-    return broken(loss_scale=same_scale, weights=same_bits(first.full_state_dict(), second.full_state_dict()))
 
 
 def refuses_what_is_damaged(world, engine, folder):

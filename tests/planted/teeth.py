@@ -12,7 +12,7 @@ import random
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -126,8 +126,8 @@ def main():
             print(f"{mutant}: {test or 'not noticed'}", flush=True)
             return {"of": of, "fault": str(mutant), "samples": samples, "test": test, "commit": commit()}
 
-        for row in jobs.map(judge, left):
-            record["rows"].append(row)
+        for judged in as_completed([jobs.submit(judge, fault) for fault in left]):
+            record["rows"].append(judged.result())
             write_json(path, record)
 
 

@@ -2,15 +2,10 @@
 
 import functools
 
-import hybrid_probes
-import infinity_probes
-import muon_probes
-import offload_probes
 import parallel_probes
 import pytest
 import stage_mutants
 import torch
-import zeropp_probes
 from places import ROOT
 from planting import Edit, broken_promises, healthy, read
 
@@ -19,11 +14,11 @@ from common.engines import find_engine
 SHARED = vars(stage_mutants.probes) | vars(stage_mutants)
 LISTS = [
     stage_mutants.MUTANTS,
-    read("offload", ("offload",), SHARED | vars(offload_probes)),
-    read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
-    read("zeropp", (), SHARED | vars(zeropp_probes) | vars(hybrid_probes), size=4),
+    read("offload", ("offload",), SHARED),
+    read("infinity", ("offloaded:OnDisk",), SHARED),
+    read("zeropp", (), SHARED, size=4),
     read("parallel", ("stage1_os",), vars(parallel_probes), size=4),
-    read("muon", ("stage1_os",), vars(muon_probes), size=4),
+    read("muon", ("stage1_os",), {}, size=4),
 ]
 MUTANTS = [mutant for mutants in LISTS for mutant in mutants]
 CASES = [(mutant, engine) for mutant in MUTANTS for engine in mutant.engines]
@@ -36,7 +31,7 @@ def probed(cases):
 
 def label(value):
     if isinstance(value, functools.partial):
-        return f"{label(value.func)}, {value.args[0]}"
+        return ", ".join(map(label, (value.func, *value.args)))
     return value.__name__.replace("_", " ") if callable(value) else str(value)
 
 

@@ -166,8 +166,10 @@ def train_counted(world, engine, model="gpt-tiny", steps=3, backwards=1, **optio
 
 
 def handed_on(world, writer, reader, folder, precision):
-    """Train, save, and train on: in the engine that saved, and in another that loads."""
+    """Train, save, and train on: in the engine that saved, and in another that loads. The rate changes on the way."""
     first = zoo_engine(world, writer, precision=precision, steps=2)
+    for group in first.optimizer.param_groups:
+        group["lr"] *= 0.5
     first.save(folder)
     second = make_engine(reader, precision=precision, seed=1)
     second.load(folder)
