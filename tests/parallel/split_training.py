@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from traces import allocations
-from training import ADAMW, BUCKET_MB, text
+from training import ADAMW, BUCKET_MB, text, with_small_scale
 
 from common import models
 from common.data import Batches
@@ -103,7 +103,7 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=N
         module.checkpoint_activations = checkpoints
     if partitioned:
         module.saving = PartitionedActivations(axes, HostActivations(made) if partitioned == "host" else None)
-    return made, tensor.VocabParallelLoss(axes)
+    return with_small_scale(made), tensor.VocabParallelLoss(axes)
 
 
 def twelve():
@@ -143,7 +143,7 @@ def expert_engine(world, engine, ranks=2, seed=0, model=twelve, checkpoints=None
     module.checkpoint_activations = checkpoints
     init = tensor.cut_init(models.initial_values(seed), axes)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, "init": init, **options}
-    return find_engine(engine)(module, optimizer, model_parallel=axes, **options)
+    return with_small_scale(find_engine(engine)(module, optimizer, model_parallel=axes, **options))
 
 
 def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1, begin=0):
@@ -179,7 +179,8 @@ def engine_of_a_stage(world, name, model="gpt-tiny", frozen=None, **options):
     if axes.pipeline.rank == frozen:
         module.requires_grad_(False)
     options |= {"process_group": grid["data"].get_group(), "model_parallel": axes, "bucket_mb": BUCKET_MB}
-    return find_engine(name)(module, SGD, init=models.initial_values(0), deterministic=True, **options)
+    made = find_engine(name)(module, SGD, init=models.initial_values(0), deterministic=True, **options)
+    return with_small_scale(made)
 
 
 def train_stages(world, made, samples, steps, micro_batches=4, schedule=Schedule1F1B):
@@ -222,6 +223,6 @@ def of_one(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1, p
     """The same on data ranks alone: the whole model, or the pieces of `ranks` tensor ranks one after the other."""
     module = in_pieces(build(model), ranks) if pieces else build(model)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
-    made = find_engine(engine)(module, ADAMW, init=models.initial_values(0), **options)
+    made = with_small_scale(find_engine(engine)(module, ADAMW, init=models.initial_values(0), **options))
     loss_of = loss_in_pieces if pieces else models.loss
     return train(world, made, loss_of, steps, 1, micro_batches), made.full_state_dict()

@@ -45,6 +45,8 @@ def test_the_norm_counts_what_is_cut_and_what_is_whole_once(worlds, name, norm_t
 def test_an_overflow_on_one_rank_of_any_axis_skips_the_step_on_all(world, name, poisoned):
     """The overflow is an inf in the gradient of a cut weight."""
     made, loss_of = split_engine(world, name, precision="fp16", skip_norm=torch.inf)
+    backward(world, made, loss_of)
+    assert not made.step().skipped
     before = whole(made)
     weight = made.module.blocks[0].mlp.up.weight
     hook = weight.register_hook(lambda gradient: gradient * torch.inf) if world.rank in poisoned else None
