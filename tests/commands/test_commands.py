@@ -183,10 +183,15 @@ def test_bad_input_gets_one_line_and_exit_status_2(module, options, capfd, monke
     assert BAD_INPUT[module][options] in refused(capfd, command, shlex.split(options))
 
 
-@pytest.mark.parametrize("module", ["lab.readme", "course.exercises"])
-def test_an_unknown_argument_writes_nothing(module, capsys, monkeypatch):
+UNKNOWN = dict.fromkeys(("lab.readme", "course.exercises"), "--nope")
+MISSPELT = "--presicion=bf16; did you mean --precision?"
+UNKNOWN |= dict.fromkeys(("lab.plan.__main__", "lab.simulate.__main__", "lab.compare"), MISSPELT)
+
+
+@pytest.mark.parametrize("module", UNKNOWN)
+def test_an_unknown_argument_writes_nothing_and_a_misspelt_one_gets_the_nearest_name(module, capsys, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("it writes"))
     with pytest.raises(SystemExit) as exit:
-        importlib.import_module(module).main(["--nope"])
+        importlib.import_module(module).main(UNKNOWN[module].split(";")[:1])
     assert exit.value.code == 2
-    assert "unrecognized arguments: --nope" in capsys.readouterr().err
+    assert f"unrecognized arguments: {UNKNOWN[module]}" in capsys.readouterr().err

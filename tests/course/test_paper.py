@@ -161,21 +161,6 @@ def test_a_typical_mistake_gets_its_hint_and_the_others_are_checked(group, name,
     assert set(verdicts.values()) == {"right"}
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "sheet.toml: No such file or directory; give a sheet"),
-        ("[", "cannot be read as a sheet"),
-        ("sent = 1", "has no seed"),
-    ],
-)
-def test_a_bad_sheet_is_refused_in_one_line(text, said, tmp_path, capsys):
-    path = tmp_path / "sheet.toml"
-    if text:
-        path.write_text(text)
-    assert said in refused(capsys, paper.main, [str(path)])
-
-
 def test_a_sheet_with_answers_is_not_written_over(tmp_path, capsys):
     path = tmp_path / "sheet.toml"
     path.write_text("mine")

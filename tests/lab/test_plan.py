@@ -1,6 +1,5 @@
 """The planner: its formulas match what the engines hold, send and move; its advice, and what it refuses."""
 
-import importlib
 import json
 import re
 from dataclasses import replace
@@ -291,13 +290,6 @@ NOTED = {  # what is unusual and yet possible: the note
 def test_what_is_unusual_is_noted(tmp_path, given):
     notes = " ".join(results_of(plan.main, tmp_path, *given.split())["notes"])
     assert NOTED[given] in notes and ("nodes" in notes) == ("nodes" in NOTED[given])
-
-
-@pytest.mark.parametrize("module", ["lab.plan.__main__", "lab.simulate.__main__", "lab.compare"])
-def test_an_option_that_is_misspelt_gets_the_nearest_name(module, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module(module).main(["--presicion=bf16"])
-    assert "unrecognized arguments: --presicion=bf16; did you mean --precision?" in capsys.readouterr().err
 
 
 def test_tables_fit_80_columns_and_numbers_keep_their_units(capsys):

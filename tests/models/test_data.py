@@ -1,13 +1,10 @@
 """Text and batches: the same samples at every world size, and errors with their remedy."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine import linux
 
 from common.data import STANDARD_LIBRARY_BYTES, Batches, digest, load_text
 from common.errors import InputError
@@ -61,25 +58,6 @@ def test_a_path_gives_that_files_bytes(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)))
     assert load_text(tmp_path / "text").tolist() == list(range(256))
     assert load_text(str(tmp_path / "text")).tolist() == list(range(256))
-
-
-@pytest.mark.parametrize(
-    "name, cause",
-    [
-        ("missing", "No such file or directory; give a readable file"),
-        (".", "Is a directory; give a readable file"),
-        ("empty/below", "Not a directory; give a readable file"),
-        ("empty", "is empty; give a file with some bytes"),
-        pytest.param("/proc/kmsg", "is empty", marks=linux),  # an endless file that reports size 0
-        ("pipe", "it is a device or a pipe, which may have no end"),
-    ],
-)
-def test_a_bad_path_is_answered_in_one_line(tmp_path, name, cause):
-    (tmp_path / "empty").touch()
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match=cause) as caught:
-        load_text(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_text_of_one_window_is_long_enough_and_a_shorter_one_is_an_input_error():
