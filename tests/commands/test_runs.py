@@ -16,7 +16,7 @@ import torch
 from commands import TRAINING, options_of_training, output_of, result, undisturbed, wait_for
 from machine import PATIENCE, needs_two_nodes, power_cut
 from places import ROOT
-from training import ENGINES, message_of
+from training import message_of
 
 from common import train
 from common.checkpoint import checkpoint, runs
@@ -148,16 +148,6 @@ def test_a_stop_before_the_first_step_waits_for_it(worlds, tmp_path):
 def refusal(world, *arguments, engine="stage1_os", **changed):
     """The message with which a training of two steps is refused."""
     return message_of(trained, world, engine, "--steps", 2, *arguments, **changed)
-
-
-@pytest.mark.parametrize(("first", "then"), zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
-def test_a_run_goes_on_in_another_engine(worlds, tmp_path, first, then):
-    expected = worlds(2).run(trained, "stage0_ddp", "--steps", 6)[0]
-    folder = ("--steps", 6, "--save", tmp_path)
-    assert worlds(2).run(trained, first, *folder, "--save-every", 4)[0] == expected
-    runs.remove(runs.place(tmp_path, 6))
-    assert worlds(2).run(trained, then, *folder, "--resume")[0] == expected
-    assert worlds(3).run(trained, first, *folder, "--resume")[0] == expected  # no step was left
 
 
 def draws(world, folder):

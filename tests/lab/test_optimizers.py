@@ -43,12 +43,6 @@ def test_optimizers_of_libraries_fare_as_the_page_says(world, row):
         assert cause(said) == cause(row[stage]), said
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_of_ones_own_and_whole_matrices_are_stepped_to_the_bit(world, stage):
-    for library, name in (("the class below", "ClippedMomentum"), ("`common.optim`", "MuonAdamW")):
-        assert fares(world, library, name, stage) == EQUAL
-
-
 def test_without_the_door_wrong_bits_are_found(world):
     assert fares(world, "torch", "Adafactor", OPEN).startswith(f"{WRONG}: off by")
 

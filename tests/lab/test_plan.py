@@ -24,11 +24,13 @@ SHAPED = [model for model in models.SIZES if model.startswith(("gpt", "llama", "
 
 
 def planned_and_counted(way, model, job, per_node=8):
-    """A row of the plan, and what the simulated engine counts; the peaks are within a tenth of each other."""
+    """A row of the plan, and what the simulated engine counts and predicts alike; the peaks are within a tenth."""
     how = {"batch": job.batch, "sequence": job.sequence, "accumulate": job.accumulate, "no_sync": job.accumulate > 1}
     how |= {"precision": {2: "bf16", 4: "fp32"}[job.width], "ranks_per_node": min(per_node, job.world_size)}
     how |= {"checkpoint_activations": "non-reentrant" if job.checkpoints else None, "own": dict(way.own)}
     counts = simulate(Setting(find_engine(way.engine), model, job.world_size, **how), train_step)
+    for name in counts:
+        assert counts.get(f"predicted_{name}") in (counts[name], None), name
     row = Rank(shapes.of_model(model), H100, job).row(way)
     assert row["device"] == pytest.approx(counts["peak_bytes"], rel=0.1), row["moment"]
     return row, counts
