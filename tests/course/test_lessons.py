@@ -228,20 +228,8 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
         assert shown[said] == [show_bytes(sum(book[name].values())) for book in books]
 
 
-def test_the_hosts_gradients_go_down_after_the_reduction_and_parameters_up_before_the_gather(recorded):
-    for bucket in recorded["offload"]["owned"][0]:
-        kinds = ("reduce_scatter", "to_host", "host_step", "stepped", "to_device", "all_gather")
-        once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
-        assert all(len(numbers) == 1 for numbers in once)
-        assert once == sorted(once)
-
-
-def test_a_disk_reads_a_unit_before_its_turn_and_its_step_while_another_is_stepped(recorded):
+def test_a_disk_reads_what_a_step_takes_while_another_bucket_is_stepped(recorded):
     name = "offload.nvme"
-    for bucket in (f"blocks.{number}" for number in range(2, 4)):  # the previous step read the first ones
-        ups, reads = (numbers_of(recorded, name, kind, bucket) for kind in ("to_device", "read"))
-        assert reads[0] < ups[0]
-        assert recorded[name]["events"][ups[0]].phase == "forward"
     reads = {event.about: n for n, event in events_of(recorded, name, "read") if "optimizer" in event.names}
     stepped = [(n, event.about) for n, event in events_of(recorded, name, "stepped")]
     for (now, one), (_, following) in pairwise(stepped):
@@ -256,7 +244,7 @@ def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_out
         assert crosses == (event.kind == "all_gather")
     assert all(kinds[0] == "all_gather" and len(kinds) <= 2 for kinds in gathered.values())
     assert sum(len(kinds) == 2 for kinds in gathered.values()) == 6  # of three units, matrices and vectors
-    rounded = quantized(recorded)
+    rounded = {event.about for _, event in events_of(recorded, "zeropp", "all_to_all across nodes")}
     for rank in RANKS:
         own = {2 * (rank % 2), 2 * (rank % 2) + 1}
         for bucket in gathered:
@@ -265,24 +253,6 @@ def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_out
                 letter = "q" if bucket in rounded else "h"
                 assert shards_in(cells(events[number - 1], "second")[rank][bucket], rank, letter) == own
                 assert shards_in(cells(events[number], "second")[rank][bucket], rank, "s") == own
-
-
-def quantized(recorded):
-    """The buckets of ZeRO++ whose gradients are quantized."""
-    return {event.about for _, event in events_of(recorded, "zeropp", "all_to_all across nodes")}
-
-
-def test_gradients_of_matrices_go_inside_the_node_and_then_across(recorded):
-    assert 2 * len(quantized(recorded)) == len(recorded["zeropp"]["owned"][0])
-    for bucket in quantized(recorded):
-        (inside,) = numbers_of(recorded, "zeropp", "all_to_all in the node", bucket)
-        assert numbers_of(recorded, "zeropp", "all_to_all across nodes", bucket) == [inside + 1]
-
-
-def test_stage_2_has_buffers_for_at_most_two_buckets(recorded):
-    gradients = [cells(event, "gradients")[0] for event in recorded["stage2_grad"]["events"]]
-    alive = [sum("." not in states for states in of_buckets.values()) for of_buckets in gradients]
-    assert (alive[0], max(alive), alive[-1]) == (0, 2, 0)
 
 
 def test_stage_3_gathers_the_next_unit_before_this_one_computes_and_computes_with_whole_ones_only(recorded):
@@ -365,10 +335,9 @@ def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
 
 @pytest.fixture
 def opened(browser, pages):
-    """`opened(file, screen, scheme)`: a loaded page. Asserts at the end that no script failed."""
-    with opening(browser) as (open_page, asked):
+    """`opened(file, screen, scheme)`: a loaded page."""
+    with opening(browser) as open_page:
         yield lambda file, *looks, **named: open_page((pages / file).as_uri(), *looks, **named)
-    assert all(url.startswith(("file:", "data:")) and url.endswith((".html", "data:,")) for url in asked)
 
 
 @PAIRS

@@ -41,11 +41,15 @@ def chromium():
 
 @contextlib.contextmanager
 def opening(browser):
-    """Yield `open_page(address, screen, scheme)`, which returns a loaded page, and the addresses that pages fetched.
+    """Yield `open_page(address, screen, scheme)`, which returns a loaded page.
 
-    On exit, asserts that no script failed.
+    On exit, asserts that no script failed, and that no page fetched anything.
     """
-    contexts, wrong, asked = [], [], []
+    contexts, wrong = [], []
+
+    def asks(request):
+        if not request.is_navigation_request() and not request.url.startswith("data:"):
+            wrong.append(request.url)
 
     def open_page(address, screen="laptop", scheme="light"):
         width, height = SCREENS[screen]
@@ -54,11 +58,11 @@ def opening(browser):
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", asks)
         page.goto(address)
         return page
 
-    yield open_page, asked
+    yield open_page
     for context in contexts:
         context.close()
     assert not wrong
