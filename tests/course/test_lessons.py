@@ -7,7 +7,6 @@ import contextlib
 import copy
 import re
 import subprocess
-from collections import defaultdict
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -236,18 +235,12 @@ def test_a_disk_reads_what_a_step_takes_while_another_bucket_is_stepped(recorded
         assert reads[following] < now < numbers_of(recorded, name, "write", one)[0]
 
 
-def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_outdated_by_the_step(recorded):
-    events, gathered = recorded["zeropp"]["events"], defaultdict(list)
-    for number, event in events_of(recorded, "zeropp", "all_gather", "all_gather in the node"):
-        gathered[event.about].append(event.kind)
-        crosses = event.bytes["left"] > events[number - 1].bytes["left"]
-        assert crosses == (event.kind == "all_gather")
-    assert all(kinds[0] == "all_gather" and len(kinds) <= 2 for kinds in gathered.values())
-    assert sum(len(kinds) == 2 for kinds in gathered.values()) == 6  # of three units, matrices and vectors
+def test_second_shards_have_what_was_gathered_until_the_step_outdates_them(recorded):
+    events = recorded["zeropp"]["events"]
     rounded = {event.about for _, event in events_of(recorded, "zeropp", "all_to_all across nodes")}
     for rank in RANKS:
         own = {2 * (rank % 2), 2 * (rank % 2) + 1}
-        for bucket in gathered:
+        for bucket in recorded["zeropp"]["owned"][rank]:
             assert shards_in(cells(events[0], "second")[rank][bucket], rank, "s") == own
             for number in numbers_of(recorded, "zeropp", "stepped", bucket):
                 letter = "q" if bucket in rounded else "h"
@@ -255,18 +248,13 @@ def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_out
                 assert shards_in(cells(events[number], "second")[rank][bucket], rank, "s") == own
 
 
-def test_stage_3_gathers_the_next_unit_before_this_one_computes_and_computes_with_whole_ones_only(recorded):
-    gathers = {}  # (phase, unit) -> number of the event
-    for number, event in events_of(recorded, "stage3_param", "all_gather"):
-        gathers[event.phase, event.about] = number
+def test_stage_3_gathers_all_but_the_root_ahead_and_computes_with_whole_units_only(recorded):
+    for _, event in events_of(recorded, "stage3_param", "all_gather"):
         assert ("prefetch" in event.within) == (event.about != "the root")
-    for phase, step in (("forward", 1), ("backward", -1)):
-        computes = {part: (n, event) for n, event in events_of(recorded, "stage3_param", phase) for part in event.names}
-        blocks = [f"blocks.{number}" for number in range(4)][::step]
-        for this, following in pairwise(blocks):
-            assert gathers[phase, following] < computes[this][0] < computes[following][0]
-        for block in blocks:
-            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(computes[block][1], "parameters"))
+    for phase in ("forward", "backward"):
+        computes = {part: event for _, event in events_of(recorded, "stage3_param", phase) for part in event.names}
+        for block in (f"blocks.{number}" for number in range(4)):
+            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(computes[block], "parameters"))
 
 
 @STAGES
