@@ -22,13 +22,6 @@ from common.errors import InputError
 # ---- the files --------------------------------------------------------------------------------------------------
 
 
-def test_buffers_that_the_state_dict_leaves_out_are_not_saved(worlds, tmp_path):
-    worlds(2).run(write, tmp_path, "odd")
-    index = json.loads((tmp_path / "index.json").read_text())["index"]
-    assert index["buffers"] == {"seen": []}
-    assert index["parameters"]["first.weight"]["group"] is None
-
-
 def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 

@@ -125,7 +125,8 @@ def test_a_value_that_would_become_infinite_is_named_on_every_rank_and_nothing_c
 
 def test_a_file_that_is_not_safetensors_is_refused_by_what_is_read(worlds, tmp_path):
     (tmp_path / "text").write_text("no weights")
-    (tmp_path / "cut").write_bytes(b"")
+    write(tmp_path / "cut", plain())
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-1])
     for name, zipped in (("weights.pt", True), ("pytorch_model.bin", False)):
         torch.save({"wte.weight": torch.ones(256, 16)}, tmp_path / name, _use_new_zipfile_serialization=zipped)
     for name in ("missing", "text", "cut", ".", "weights.pt", "pytorch_model.bin"):
