@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from machine import linux, small_disk
-from training import make_engine, message_of, train_step, zoo_engine
+from training import make_engine, message_of, zoo_engine
 
 from common.loop import sha256
 from common.ranks.world import LocalWorld, RankFailed
@@ -88,9 +88,7 @@ kept = {}  # a rank's engine between calls
 
 def begin(world):
     """Bring an engine to its second step, for `save_it`. Return the rank's process id."""
-    kept["engine"] = make_engine("stage2_grad", "mlp")
-    for step in range(2):
-        train_step(kept["engine"], world, step)
+    kept["engine"] = zoo_engine(world, "stage2_grad", "mlp", steps=2)
     return os.getpid()
 
 

@@ -13,7 +13,7 @@ from matrix import PRECISIONS
 from optimizers import Narrow
 from safetensors.torch import load_file
 from torch import nn
-from training import ADAMW, ENGINES, handed_on, make_engine, same_bits, train_step
+from training import ADAMW, ENGINES, handed_on, make_engine, same_bits, train_step, zoo_engine
 
 from common import models
 from common.loop import sha256
@@ -54,9 +54,7 @@ def saved(worlds, tmp_path_factory):
 
 
 def train_and_save(world, name, path, precision, optimizer=ADAMW):
-    engine = make_engine(name, optimizer=optimizer, precision=precision)
-    for step in range(2):
-        train_step(engine, world, step)
+    engine = zoo_engine(world, name, steps=2, optimizer=optimizer, precision=precision)
     engine.save(path)
     return engine.full_state_dict()
 
@@ -100,9 +98,8 @@ def thaw_and_save(world, name, path, precision, optimizer):
     module = models.build("gpt-tiny")
     for parameter in module.blocks[0].parameters():
         parameter.requires_grad_(False)
-    old, new = (make_engine(name, model, optimizer, precision=precision) for model in (module, "gpt-tiny"))
-    for step in range(2):
-        train_step(old, world, step)
+    old = zoo_engine(world, name, module, 2, optimizer=optimizer, precision=precision)
+    new = make_engine(name, optimizer=optimizer, precision=precision)
     new.continue_from(old)
     for group in new.optimizer.param_groups:
         group["lr"] *= 0.5  # as a scheduler does; Narrow's rate is a tensor

@@ -11,11 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from traces import allocations
-from training import ADAMW, BUCKET_MB, text, with_small_scale
+from training import ADAMW, make_engine, text
 
 from common import models
 from common.data import Batches
-from common.engines import find_engine
 from common.models.gpt import GPT, Decoder, FeedForward, GPTConfig
 from common.models.moe import MoEGPT
 from common.ranks.axes import Axes
@@ -96,14 +95,13 @@ def split_engine(world, engine, ranks=2, model="gpt-tiny", seed=0, checkpoints=N
     axes, module = Axes(tensor=grid["tensor"].get_group(), deterministic=True), build(model)
     tensor.split(module, axes)
     init = tensor.cut_init(models.initial_values(seed), axes)
-    options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
     group = grid["data"].get_group()
-    made = find_engine(engine)(module, ADAMW, init=init, process_group=group, model_parallel=axes, **options)
+    made = make_engine(engine, module, init=init, process_group=group, model_parallel=axes, **options)
     if checkpoints:
         module.checkpoint_activations = checkpoints
     if partitioned:
         module.saving = PartitionedActivations(axes, HostActivations(made) if partitioned == "host" else None)
-    return with_small_scale(made), tensor.VocabParallelLoss(axes)
+    return made, tensor.VocabParallelLoss(axes)
 
 
 def twelve():
@@ -141,9 +139,8 @@ def expert_engine(world, engine, ranks=2, seed=0, model=twelve, checkpoints=None
     if axes.expert is not None:
         expert.split(module, axes)
     module.checkpoint_activations = checkpoints
-    init = tensor.cut_init(models.initial_values(seed), axes)
-    options = {"bucket_mb": BUCKET_MB, "deterministic": True, "init": init, **options}
-    return with_small_scale(find_engine(engine)(module, optimizer, model_parallel=axes, **options))
+    options.setdefault("init", tensor.cut_init(models.initial_values(seed), axes))
+    return make_engine(engine, module, optimizer, model_parallel=axes, **options)
 
 
 def train(world, made, loss_of, steps=3, ranks=2, micro_batches=1, begin=0, samples=8):
@@ -180,9 +177,7 @@ def engine_of_a_stage(world, name, model="gpt-tiny", frozen=None, **options):
     pipeline.keep_stage(module, axes.pipeline)
     if axes.pipeline.rank == frozen:
         module.requires_grad_(False)
-    options |= {"process_group": grid["data"].get_group(), "model_parallel": axes, "bucket_mb": BUCKET_MB}
-    made = find_engine(name)(module, SGD, init=models.initial_values(0), deterministic=True, **options)
-    return with_small_scale(made)
+    return make_engine(name, module, SGD, process_group=grid["data"].get_group(), model_parallel=axes, **options)
 
 
 def train_stages(world, made, samples, steps, micro_batches=4, schedule=Schedule1F1B):
@@ -224,7 +219,6 @@ def of_split(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1,
 def of_one(world, engine, ranks=2, model="gpt-tiny", steps=3, micro_batches=1, pieces=True, **options):
     """The same on data ranks alone: the whole model, or the pieces of `ranks` tensor ranks one after the other."""
     module = in_pieces(build(model), ranks) if pieces else build(model)
-    options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}
-    made = with_small_scale(find_engine(engine)(module, ADAMW, init=models.initial_values(0), **options))
+    made = make_engine(engine, module, **options)
     loss_of = loss_in_pieces if pieces else models.loss
     return train(world, made, loss_of, steps, 1, micro_batches), made.full_state_dict()
