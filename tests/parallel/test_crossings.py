@@ -46,8 +46,7 @@ def trained(world, folder, name, data, model, precision, micro_batches, clip, ch
         made, loss_of = split_engine(world, name, seed=1, **how)
         made.load(folder)
     found += train(world, made, loss_of, 4, micro_batches=micro_batches, begin=2)
-    if found[-1][1] is not None:  # a step that overflows sends no parameters
-        assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
+    assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
     return found, whole(made)
 
 
