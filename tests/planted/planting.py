@@ -14,7 +14,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -129,15 +129,15 @@ def healthy(engine):
 
 
 def by_test(test, **given):
-    """A probe: a room's test with these arguments. What else it takes is a world, an engine by name, or a folder."""
+    """A probe: a room's test with these arguments. It also takes a world, or worlds, an engine by name, a folder."""
     objects = {name: resolve_name(text) for name, text in given.items() if isinstance(text, str) and ":" in text}
     return functools.partial(complaints, resolve_name(test), **given | objects)
 
 
 def complaints(test, world, engine, folder, **given):
-    """What a test says on this rank; nothing if it passes."""
+    """What a test says on this rank, or of all worlds that it is given; nothing if it passes."""
     names = dict.fromkeys(("engine", "stage", "name", "one", "other", "writer", "reader"), engine)
-    given = names | {"world": world, "tmp_path": Path(folder)} | given
+    given = names | {"world": world, "worlds": world, "tmp_path": Path(folder)} | given
     forget(test)
     try:
         test(**{name: given[name] for name in inspect.signature(test).parameters})
@@ -159,21 +159,52 @@ def broken(**promises):
     return [name for name, kept in promises.items() if not kept]
 
 
+class Raised(str):
+    """What ended a run, as text."""
+
+
 def planted(world, plant, engine, run, *args):
-    """Run `run(world, engine, ...)` with the fault active; return an exception as text."""
+    """Run `run(world, engine, ...)` with the fault active; return what it returns, or what it `Raised`."""
     with plant(find_engine(engine)):
         try:
             return run(world, engine, *args)
         except Exception as error:
-            return f"raised {error!r}"
+            return Raised(f"raised {error!r}")
 
 
 def leave(worlds, size, answers):
     """Close a world in which ranks raised: another rank may still wait there for their messages."""
-    raised = [answer for answer in answers if isinstance(answer, str)]
+    raised = [answer for answer in answers if isinstance(answer, Raised)]
     if raised:
         worlds(size).close(kill=True)
     return raised
+
+
+class PlantedWorlds:
+    """For a test that takes `worlds`: whatever their ranks run, the fault is active."""
+
+    def __init__(self, worlds, plant, engine):
+        self.worlds, self.plant, self.engine = worlds, plant, engine
+
+    def __call__(self, size):
+        return SimpleNamespace(run=functools.partial(self.run, size))
+
+    def run(self, size, function, *args):
+        answers = self.worlds(size).run(planted, self.plant, self.engine, beside_the_engine, function, *args)
+        raised = leave(self.worlds, size, answers)
+        assert not raised, raised[0]
+        return answers
+
+
+def beside_the_engine(world, engine, function, *args):
+    """Run a test's own function, which names its engines itself."""
+    return function(world, *args)
+
+
+def takes_worlds(probe):
+    """Whether a probe is a test that opens worlds by itself."""
+    by_a_test = isinstance(probe, functools.partial) and probe.func is complaints
+    return by_a_test and "worlds" in inspect.signature(probe.args[0]).parameters
 
 
 def broken_promises(worlds, folder, plant, engine, probe, size):
@@ -183,6 +214,8 @@ def broken_promises(worlds, folder, plant, engine, probe, size):
         raised = leave(worlds, probe.world_size, ranks)
         found, reason = ("fail", raised[0]) if raised else judge(worlds, probe, ranks)
         return [] if found in expected(engine, probe) else [reason]
+    if takes_worlds(probe):
+        return planted(PlantedWorlds(worlds, plant, engine), healthy, engine, probe, folder)
     found = worlds(size).run(planted, plant, engine, probe, str(folder))
     leave(worlds, size, found)
-    return [promise for rank in found for promise in ([rank] if isinstance(rank, str) else rank)]
+    return [promise for rank in found for promise in ([rank] if isinstance(rank, Raised) else rank)]

@@ -10,7 +10,6 @@ from reading import Scene
 from torch import nn
 from training import STAGES
 
-READS_AT_ITS_END = functools.partial(probes.reads_as_in_stage_0, Scene("at its end", "penalty"))
 READS_A_VIEW = functools.partial(probes.reads_nothing_freed, Scene("of a view by a hook", "transposed", begins=1))
 SENDS_ALTERNATING_ONCE = functools.partial(probes.gradients_travel_once, "alternating")
 SENDS_TWO_FORWARDS_ONCE = functools.partial(probes.gradients_travel_once, "two forwards")

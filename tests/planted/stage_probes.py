@@ -1,14 +1,11 @@
 """Probes of the stages, in addition to the matrix: small trainings that need no baseline, or bring their own."""
 
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
 from late_lanes import on_lane
 from planting import broken
 from reading import outcome
-from training import inputs, message_of, same_bits, small_engine
-from trap_models import CASES, WIDTH, Block, Tiny, loss, net, step
+from training import inputs, same_bits, small_engine
+from trap_models import CASES, Tiny, loss, step
 
 from common.engine.mixed_precision import overflow_flag
 
@@ -55,11 +52,6 @@ def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
     return no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=("host",))
 
 
-def reads_as_in_stage_0(scene, world, engine, folder):
-    """A weight that is read at a place where it can be right is read as in stage 0."""
-    return broken(reads=outcome(world, engine, scene) == "right")
-
-
 def reads_nothing_freed(scene, world, engine, folder):
     """A backward that needs a weight that is freed, or gathered and not yet there, raises."""
     with on_lane("late", world.rank):
@@ -90,49 +82,3 @@ def overflow_is_agreed(world, engine, folder):
     if world.rank == world.size - 1:
         made.buckets[0].gradient_shard[0] = float("inf")
     return broken(flag=bool(overflow_flag(made.buckets, made.comm) > 0))
-
-
-# ---- checkpoints --------------------------------------------------------------------------------------------------
-
-
-def refuses_what_is_damaged(world, engine, folder):
-    """A checkpoint with one flipped bit is not loaded."""
-    made = small_engine(world, engine)
-    made.save(folder)
-    if world.rank == 0:
-        file = min(Path(folder).glob("*.safetensors"))  # rank 0's; others may hold nothing but padding
-        contents = bytearray(file.read_bytes())
-        contents[-1] ^= 1  # in the values, after the header
-        file.write_bytes(contents)
-    made.comm.gather_objects("the file is damaged")
-    return broken(refused="is damaged" in (message_of(made.load, folder) or ""))
-
-
-# ---- two engines --------------------------------------------------------------------------------------------------
-
-
-class HalfUsed(Block):
-    """Rank 0 leaves a weight unused."""
-
-    def forward(self, x):
-        hidden = torch.tanh(self.up(x))
-        return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
-
-
-def distilled(world, engine):
-    """One loss trains student and teacher, and one rank leaves weights unused; the student's backward runs."""
-    options = {"make": net(block=HalfUsed), "bucket_mb": 1e-6}
-    student, teacher = (small_engine(world, engine, seed=seed, **options) for seed in range(2))
-    for index in range(2):
-        x = inputs(world, index)
-        student.backward(loss(student(x) - teacher(x)))
-        student.step()
-        teacher.step()
-    return student.full_state_dict(), teacher.full_state_dict()
-
-
-def two_engines_share_a_loss(world, engine, folder):
-    """A backward through two engines trains both, like two models without engines."""
-    pairs = zip(distilled(world, engine), distilled(world, "baseline:AverageAfterBackward"), strict=True)
-    student, teacher = (same_bits(ours, theirs) for ours, theirs in pairs)
-    return broken(student=student, teacher=teacher)
