@@ -121,25 +121,6 @@ def test_gradients_under_another_engines_loss_scale_are_refused(world, stage, ow
 # ---- masters --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", SIXTEEN_BIT)
-def test_the_module_computes_with_the_rounded_masters_and_fp32_batch_norms(world, stage, precision):
-    initial = models.build("resnet-tiny")
-    models.materialize(initial, models.initial_values(0), "cpu")
-    norms = tuple(path for path, module in initial.named_modules() if isinstance(module, torch.nn.BatchNorm2d))
-    engine = make_engine(stage, "resnet-tiny", precision=precision)
-    for step in range(2):
-        exact = engine.full_state_dict()
-        assert same_bits(exact, initial.state_dict()) == (step == 0)  # masters start unrounded
-        with engine.gathered():
-            for name, value in engine.module.named_parameters():
-                kept = torch.float32 if name.rpartition(".")[0] in norms else SIXTEEN_BIT[precision]
-                assert exact[name].dtype == torch.float32
-                assert value.dtype == kept
-                assert torch.equal(value.cpu(), exact[name].to(kept))
-            assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.float32, torch.int64}
-        train_step(engine, world, step)
-
-
 KEPT = {
     "batch norms": ({}, {"bn.", "bn_1.", "bn_2.", "shortcut.1."}),
     "nothing": ({"keep_fp32": ()}, set()),

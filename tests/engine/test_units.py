@@ -9,16 +9,14 @@ import pytest
 import torch
 from late_lanes import on_lane
 from torch import nn
-from training import ADAMW, BUCKET_MB, batch_loss, inputs, message_of, small_engine
+from training import inputs, message_of, small_engine
 from trap_models import CASES, RECOMPUTE, Answer, Block, Net, Quantized, Rooted, around_each, chain, loss, net, step
 
-from common import models
 from common.engine.layout import FlatRange
 from common.engine.units import PrefetchOrder, make_units
 from common.engines import find_engine
 from common.loop import sha256
 from common.tensors import map_tensors
-from stage3_param import Engine
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -76,17 +74,6 @@ def test_bytes_of_an_odd_step_are_those_predicted(world, engine, odd_step):
     assert counts == predicted
 
 
-class Watched(Engine):
-    """Counts the units that are whole yet neither in forward nor in backward."""
-
-    idle = 0
-
-    def gather(self, unit):
-        super().gather(unit)
-        whole = [unit for unit in self.units if any(b.full_parameters.untyped_storage().nbytes() for b in unit.buckets)]
-        self.idle = max(self.idle, sum(not unit.depth and not unit.open for unit in whole))
-
-
 Point = namedtuple("Point", "x y")
 NESTS = {
     "tuple": lambda x: (1, x),
@@ -127,18 +114,6 @@ def test_the_order_says_what_comes_next(iterations):
     assert "".join(ahead) == ORDERS[iterations].replace(" ", "")
 
 
-@pytest.mark.parametrize("how", [None, *RECOMPUTE])
-def test_at_most_two_units_are_alive_beyond_those_in_use(world, how):
-    model = models.build("gpt-nano")
-    for block in model.blocks if how else ():
-        block.forward = functools.partial(RECOMPUTE[how], block.forward)
-    engine = Watched(model, ADAMW, init=models.initial_values(0), bucket_mb=BUCKET_MB)
-    for index in range(3):
-        engine.backward(batch_loss(engine, world, index, global_batch=4))
-        engine.step()
-    assert engine.idle in (1, 2)
-
-
 # ---- weights read in the wrong place or at the wrong time ---------------------------------------------------------
 
 
@@ -172,16 +147,6 @@ def test_a_read_of_a_freed_weight_is_refused_by_name(world, name):
         assert message.startswith(f"the values of '{read if read.startswith('blocks') else 'stem.'}"), read
         assert "read engine.full_state_dict(), or the module within engine.gathered()" in message
     step(made, inputs(world, 1))
-
-
-def test_nothing_is_sent_within_gathered(world):
-    engine = small_engine(world, "stage3_param", make=Rooted)
-    with engine.gathered(), torch.no_grad():
-        engine.comm.traffic.reset()
-        engine(engine(inputs(world, 0)))
-        with engine.gathered(engine.module.head):
-            pass
-        assert not engine.comm.traffic.sent
 
 
 # ---- how a model is cut -------------------------------------------------------------------------------------------

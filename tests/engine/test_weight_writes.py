@@ -180,14 +180,9 @@ def test_a_write_that_fails_or_differs_between_ranks_leaves_weights_as_they_were
     assert same_bits(made.full_state_dict(), undisturbed.full_state_dict())
 
 
-def test_contexts_nest_and_the_inner_one_keeps_its_own_writes(world, name):
+def test_an_inner_context_keeps_its_own_writes_when_the_outer_one_ends_in_an_exception(world, name):
     made = small_engine(world, name)
     head = made.module.head
-    with made.gathered(), made.gathered(head, write=True):  # the outer one sees the inner one's write
-        nn.init.constant_(head.bias, 1.0)
-        with torch.no_grad():
-            made(inputs(world, 0))  # with the written values
-    assert made.full_state_dict()["head.bias"].unique().tolist() == [1.0]
     with contextlib.suppress(Stop), made.gathered(write=True):
         nn.init.constant_(made.module.stem.bias, 2.0)
         with made.gathered(head, write=True):
