@@ -65,25 +65,6 @@ def test_wherever_states_lie_the_bits_are_stage_3s_and_the_bytes_those_predicted
     assert trained(world, placement, precision, backwards, clip_norm) == expected
 
 
-OPTIMIZERS = {
-    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
-    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
-    "AMSGrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-}
-
-
-@functools.cache
-def stepped_by(world, engine, optimizer):
-    made = make_engine(engine, optimizer=OPTIMIZERS[optimizer])
-    return [train_step(made, world, step) for step in range(3)], sha256(made.full_state_dict())
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_optimizers_states_go_to_disk(world, optimizer):
-    assert stepped_by(world, "offloaded:OnDisk", optimizer) == stepped_by(world, "stage3_param", optimizer)
-
-
 class Wide(nn.Module):
     """Frozen parameters of 8 bytes per element and trainable ones, of several sub-groups each."""
 

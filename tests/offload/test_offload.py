@@ -21,7 +21,6 @@ from training import UNFUSED, make_engine, message_of, same_bits, train_counted,
 from common import models, train
 from common.measure.memory import HOST, Timeline
 from common.measure.timeline import rows
-from common.ranks import lanes
 from common.tiers import memory
 from lab import capacity
 from lab.offload import delay
@@ -228,27 +227,6 @@ def test_under_the_same_wall_a_larger_model_trains_with_its_states_on_the_host()
 
 
 # ---- validation ---------------------------------------------------------------------------------------------------
-
-
-def fails_once(world, engine):
-    """Train on after the optimizer raised: the gradient of that step is dropped, and the lanes survive."""
-    made = zoo_engine(world, engine)
-    with mock.patch.object(torch.optim.AdamW, "step", side_effect=ZeroDivisionError):
-        # The host steps the other buckets later, and must fail in them too.
-        for call in (functools.partial(train_step, made, world, 1), lanes.finish):
-            with contextlib.suppress(ZeroDivisionError):
-                call()
-    losses = [train_step(made, world, step) for step in (2, 3)]
-    made.synchronize()
-    return losses, made.full_state_dict()
-
-
-@pytest.mark.parametrize("name", ["offload", "offloaded:AllOnDevice"])
-@pytest.mark.ranks(1)
-def test_an_optimizer_that_raises_ends_one_step_and_no_lane(world, name):
-    (losses, weights), (found, others) = (fails_once(world, engine) for engine in ("stage2_grad", name))
-    assert losses == found
-    assert same_bits(weights, others)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory is no mapping of ours")
