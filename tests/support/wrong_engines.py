@@ -74,14 +74,6 @@ class StaleParameters(ShardedOptimizer):
         return super().full_state_dict()
 
 
-class WrongOwner(ShardedOptimizer):
-    """A parameter is broadcast by the rank after the one that stepped it."""
-
-    def send(self):
-        for index, parameter in enumerate(self.trained):
-            dist.broadcast(parameter.data, self.owner(index + 1))
-
-
 class StepsTwice(ShardedOptimizer):
     """Rank 1 steps what it owns twice."""
 
@@ -125,7 +117,7 @@ class UntiedWeights(DataParallel):
 
 BUGS = dict.fromkeys((suspects.GradientsStay, ParameterLeftOut), any_cell)
 BUGS |= dict.fromkeys((suspects.NoDivision, suspects.EachForItself), several_ranks)
-BUGS |= dict.fromkeys((StaleParameters, WrongOwner, StepsTwice), several_ranks)
+BUGS |= dict.fromkeys((StaleParameters, StepsTwice), several_ranks)
 BUGS |= {
     NoBroadcastOfBuffers: with_traits("at 2 or more ranks", "with buffers"),
     KeepsGradientsOfAFailedBackward: lambda cell: re.search("fails in (backward|recomputation)", cell.model),
