@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from training import ENGINES, inputs, same_bits, small_engine
-from trap_models import WIDTH, Net, Stop, loss, step
+from trap_models import WIDTH, Net, Stop, Tiny, loss, step
 
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
@@ -284,6 +284,20 @@ def test_new_data_assigned_in_forward_is_kept_where_weights_are_whole_or_refused
     else:
         with pytest.raises(InputError, match=f"^'{named} {LOST}"):
             written_in_forward(world, engine, precision, anew)
+
+
+@pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "zeropp", "replicated:Pairs"])
+def test_a_write_to_a_freed_weight_reaches_no_other_and_is_gone_after_a_step(world, name):
+    """If it bypasses the refusal."""
+    made = small_engine(world, name, make=Tiny)
+    weights = [weight for weight in made.module.parameters() if weight.numel()]
+    for written in weights:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            written.fill_(5.0)
+            assert all(other.isnan().all() for other in weights if other is not written)
+        step(made, inputs(world, 0))
+        with torch._C.DisableTorchFunctionSubclass():
+            assert written.isnan().all()
 
 
 # ---- ZeRO++ ---------------------------------------------------------------------------------------------------------

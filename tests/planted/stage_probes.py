@@ -1,11 +1,10 @@
 """Probes of the stages, in addition to the matrix: small trainings that need no baseline, or bring their own."""
 
-import torch
 from late_lanes import on_lane
 from planting import broken
 from reading import outcome
 from training import inputs, same_bits, small_engine
-from trap_models import CASES, Tiny, loss, step
+from trap_models import CASES, loss
 
 from common.engine.mixed_precision import overflow_flag
 
@@ -56,20 +55,6 @@ def reads_nothing_freed(scene, world, engine, folder):
     """A backward that needs a weight that is freed, or gathered and not yet there, raises."""
     with on_lane("late", world.rank):
         return broken(reads=not outcome(world, engine, scene).startswith("wrong"))
-
-
-def writes_to_freed_weights_are_lost(world, engine, folder):
-    """A write to a freed weight of stage 3 reaches no other weight, and is gone after a step."""
-    made, found = small_engine(world, engine, make=Tiny), []
-    weights = [weight for weight in made.module.parameters() if weight.numel()]
-    for written in weights:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # bypasses the refusal
-            written.fill_(5.0)
-            found += [other.isnan().all() for other in weights if other is not written]
-        step(made, inputs(world, 0))
-        with torch._C.DisableTorchFunctionSubclass():
-            found.append(written.isnan().all())
-    return broken(nan=all(found))
 
 
 # ---- loss scale and overflow --------------------------------------------------------------------------------------
