@@ -17,7 +17,6 @@ from pkgutil import resolve_name
 from types import CodeType, SimpleNamespace
 from unittest import mock
 
-import pytest
 from matrix import Cell, expected, train_cell
 from verdicts import judge
 
@@ -130,18 +129,19 @@ def healthy(engine):
 
 def by_test(test, **given):
     """A probe: a room's test with these arguments. It also takes a world, or worlds, an engine by name, a folder."""
-    objects = {name: resolve_name(text) for name, text in given.items() if isinstance(text, str) and ":" in text}
-    return functools.partial(complaints, resolve_name(test), **given | objects)
+    return functools.partial(complaints, test, **given)
 
 
 def complaints(test, world, engine, folder, **given):
     """What a test says on this rank, or of all worlds that it is given; nothing if it passes."""
     names = dict.fromkeys(("engine", "stage", "name", "one", "other", "writer", "reader"), engine)
-    given = names | {"world": world, "worlds": world, "tmp_path": Path(folder)} | given
+    objects = {name: resolve_name(text) for name, text in given.items() if isinstance(text, str) and ":" in text}
+    given = names | {"world": world, "worlds": world, "tmp_path": Path(folder)} | given | objects
+    test = resolve_name(test)
     forget(test)
     try:
         test(**{name: given[name] for name in inspect.signature(test).parameters})
-    except (AssertionError, pytest.fail.Exception) as error:
+    except (AssertionError, resolve_name("pytest:fail.Exception")) as error:
         return [str(error)]
     finally:
         forget(test)
@@ -204,7 +204,7 @@ def beside_the_engine(world, engine, function, *args):
 def takes_worlds(probe):
     """Whether a probe is a test that opens worlds by itself."""
     by_a_test = isinstance(probe, functools.partial) and probe.func is complaints
-    return by_a_test and "worlds" in inspect.signature(probe.args[0]).parameters
+    return by_a_test and "worlds" in inspect.signature(resolve_name(probe.args[0])).parameters
 
 
 def broken_promises(worlds, folder, plant, engine, probe, size):
