@@ -14,7 +14,7 @@ import torch
 from browsing import chromium
 from matrix import MORE_CELLS, QUICK
 from places import LOCAL, RECORDS
-from sampling import RECORD, by_property, known_seconds, part, recorded, sample, seconds_of
+from sampling import RECORD, by_property, known_seconds, part, recorded, sample, seconds_of, share_of
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
 from training import ALL, ENGINES, SEVEN, STAGES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
@@ -151,7 +151,7 @@ def pytest_collection_modifyitems(config, items):
         kept = part(kept, which, known)
     elif not config.getoption("--all"):
         seed = commit().removesuffix("-dirty")
-        drawn = {case for cases in by_property(kept).values() for case in sample(cases, seed, known)}
+        drawn = set().union(*(sample(of, seed, known, share_of(of[0])) for of in by_property(kept).values()))
         kept = [item for item in kept if item in drawn]
         files = Counter()
         for item in kept:

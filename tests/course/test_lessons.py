@@ -251,6 +251,8 @@ def test_second_shards_have_what_was_gathered_until_the_step_outdates_them(recor
 def test_stage_3_gathers_all_but_the_root_ahead_and_computes_with_whole_units_only(recorded):
     for _, event in events_of(recorded, "stage3_param", "all_gather"):
         assert ("prefetch" in event.within) == (event.about != "the root")
+        for rank, of_rank in enumerate(cells(event, "parameters")):
+            assert shards_in(of_rank[event.about], rank, "t") == {*RANKS} - {rank}
     for phase in ("forward", "backward"):
         computes = {part: event for _, event in events_of(recorded, "stage3_param", phase) for part in event.names}
         for block in (f"blocks.{number}" for number in range(4)):

@@ -11,7 +11,6 @@ import pytest
 import quantized
 import replicated
 import torch
-import torch.nn.functional as F
 from late_lanes import on_lane
 from reading import GATHERED, IN_FORWARD, IN_LOSS, SHARDED, USES, Model, Scene, outcome
 from torch import nn
@@ -22,31 +21,9 @@ from common.engine import EngineBase
 from common.loop import sha256
 from common.measure.memory import Timeline
 
-# ---- stages that keep all parameters: right on every road -----------------------------------------------------------
-
-
-def evaluate_by_hand(engine, x):
-    with torch.no_grad():
-        engine.module.seen = F.linear(x, engine.module.head.weight).sum()
-    step(engine, x * engine.module.seen.sigmoid())
-
-
-def write_to_the_model(engine, x):
-    step(engine, x)
-    for parameter in vars(engine).get("_module", engine.module).parameters():  # bypassing the property, which waits
-        parameter.data.clamp_(-0.5, 0.5)
-
-
-ROADS = {  # past the engine; what models read on their own is in CASES
-    "in an evaluation that calls no module": (Net, evaluate_by_hand),
-    "a write between steps": (Net, write_to_the_model),
-}
-
-
 # ---- in flight: nothing reads or frees it before it waits -----------------------------------------------------------
 
-PARTS = {str(part): dict(sorted(CASES.items())[part::4]) for part in range(4)} | {"roads": ROADS}
-LATE = [(name, part) for name in (*STAGES, "offload") for part in PARTS if part != "roads" or name in STAGES[:3]]
+PARTS = {str(part): dict(sorted(CASES.items())[part::4]) for part in range(4)}
 
 
 @functools.cache
@@ -62,7 +39,8 @@ def digests(world, engine, lane, part):
 
 
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
-@pytest.mark.parametrize(("name", "part"), LATE)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", [*STAGES, "offload"])
 def test_a_late_lane_changes_no_bit(world, name, lane, part):
     assert digests(world, name, lane, part) == digests(world, "baseline:AverageAfterBackward", None, part)
 

@@ -1,11 +1,11 @@
 """Which cases a run takes.
 
-A property is a test function. It has SHARE seconds times the root of the number of its cases. Cases are drawn until
-those are used up, anew for each commit, and at least one: those first that have values of parameters not drawn yet, an
-engine, a world size, a precision. Where one case takes more than LONGEST seconds, the property runs at so many commits
-that it takes LONGEST on average; a case of more than TOO_LONG is never drawn. `seconds.json` says how long a case
-takes, as measured by `make record-seconds`. `pytest --all` takes all cases, and `--part 2/6` the second of six parts of
-them, which take equally long.
+A property is a test function. It has SHARE seconds times the root of the number of its cases, and as many times more as
+its mark `share` says. Cases are drawn until those are used up, anew for each commit, and at least one: those first that
+have values of parameters not drawn yet, an engine, a model, a precision. Where one case takes more than LONGEST
+seconds, the property runs at so many commits that it takes LONGEST on average; a case of more than TOO_LONG is never
+drawn. `seconds.json` says how long a case takes, as measured by `make record-seconds`. `pytest --all` takes all cases,
+and `--part 2/6` the second of six parts of them, which take equally long.
 """
 
 import itertools
@@ -13,6 +13,7 @@ import json
 import math
 import zlib
 from collections import defaultdict
+from dataclasses import is_dataclass
 
 from places import ROOT
 
@@ -28,6 +29,12 @@ def property_of(case):
 def seconds_of(case, known):
     """How long a case takes, from the contents of RECORD."""
     return known.get(case.nodeid, known.get(property_of(case), UNKNOWN))
+
+
+def share_of(case):
+    """The seconds that its property has, before they are multiplied by the root of the number of its cases."""
+    mark = case.get_closest_marker("share")
+    return SHARE * (mark.args[0] if mark else 1)
 
 
 def by_property(cases):
@@ -47,7 +54,7 @@ def sample(cases, seed, known, share=SHARE):
     """
     left = [case for case in cases if seconds_of(case, known) < TOO_LONG]
     left.sort(key=lambda case: zlib.crc32(f"{seed} {case.nodeid}".encode()))
-    values = {case: {(name, id(value)) for name, value in _parameters(case).items()} for case in left}
+    values = {case: set(_values(case)) for case in left}
     chosen, seen, spent, most = [], set(), 0.0, share * math.sqrt(len(left))
     while left:
         best = max(left, key=lambda case: len(values[case] - seen))  # the first of equals
@@ -68,8 +75,11 @@ def part(cases, which, known):
     return [case for case, end in zip(cases, ends, strict=True) if math.ceil(parts * end / ends[-1]) == number]
 
 
-def _parameters(case):
-    return case.callspec.params if hasattr(case, "callspec") else {}
+def _values(case):
+    """The names and values of a case's parameters, or of the fields of one that is a dataclass, as a matrix's cell."""
+    for name, value in (case.callspec.params if hasattr(case, "callspec") else {}).items():
+        fields = vars(value).items() if is_dataclass(value) else ()
+        yield from ((field, str(of)) for field, of in fields) if fields else [(name, id(value))]
 
 
 def known_seconds():

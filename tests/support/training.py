@@ -106,7 +106,7 @@ def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
 
 
 def with_small_scale(engine):
-    """In fp16, one by which no gradient of a small model overflows unless a test makes it."""
+    """In fp16, an engine gets a loss scale by which no gradient of a small model overflows unless a test makes it."""
     if getattr(engine, "loss_scaler", None) is not None:
         engine.loss_scaler = LossScaler(scale=2.0**10)
     return engine
