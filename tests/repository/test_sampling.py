@@ -1,6 +1,7 @@
 """`make test` draws cases: of each property, anew for each commit, within its share of the time."""
 
 import itertools
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ class Case(SimpleNamespace):
 def cases(**parameters):
     """The cases that pytest makes of such a parametrized test."""
     products = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
-    return [Case(nodeid=f"test[{given}]", callspec=SimpleNamespace(params=given)) for given in products]
+    return [Case(nodeid=f"test[{given}]", given=given, callspec=SimpleNamespace(params=given)) for given in products]
 
 
 GIVEN = {"engine": list("abcdefg"), "precision": ["fp32", "bf16", "fp16"], "ranks": [1, 2, 3]}
@@ -35,10 +36,17 @@ def test_a_property_of_long_cases_runs_at_some_commits_one_in_ten_and_one_of_min
     assert least <= sum(len(drawn(str(commit), seconds)) for commit in range(200)) <= most
 
 
-def test_a_sample_has_each_value_of_each_parameter_before_any_comes_often():
-    chosen = sample(cases(**GIVEN), "commit", {"test": 2.0}, 2.0)
+CELL = make_dataclass("Cell", GIVEN)
+
+
+@pytest.mark.parametrize("params", [dict, lambda **given: {"cell": CELL(**given)}], ids=["of a test", "of a cell"])
+def test_a_sample_has_each_value_of_each_parameter_before_any_comes_often(params):
+    made = cases(**GIVEN)
+    for case in made:
+        case.callspec.params = params(**case.given)
+    chosen = sample(made, "commit", {"test": 2.0}, 2.0)
     for name, values in GIVEN.items():
-        assert {case.callspec.params[name] for case in chosen} == set(values)
+        assert {case.given[name] for case in chosen} == set(values)
 
 
 def test_another_commit_draws_other_cases_and_the_same_draws_the_same_in_any_order():
