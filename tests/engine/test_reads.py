@@ -164,6 +164,7 @@ SITUATIONS = {
     "after an exception": (Net, raises_inside),
     "after an exception, in a step and a load": (Net, raises_before_a_step),
     "after Ctrl-C": (Placed, interrupted_inside),
+    "after two forwards under one autocast": CASES["one autocast"],
     "between forward and backward": (Net, alone_before_backward),
     "between forward and backward, untraced": (net(run_appending, block=Appending), alone_before_backward),
     "frozen": (Placed, frozen_alone),
