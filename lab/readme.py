@@ -182,7 +182,7 @@ def teeth_table(results):
         rows.append((of, str(len(found)), str(found.count(1)), str(len(found) - found.count(None))))
     header = ("faults in", "planted", "noticed by one sample", "by three in a row")
     left = results["planted"] - len(results["rows"])
-    note = f"{left} more faults are planted by code, not by a text, or not yet. {results['hardware']}"
+    note = f"Left out are faults planted by code, or not yet: {left}. {results['hardware']}"
     teeth = Table("", header, rows, note=note)
     counts, seconds = results["suite"]["counts"], results["suite"]["seconds_by_room"]
     rooms = sorted(seconds, key=seconds.get, reverse=True)

@@ -110,6 +110,7 @@ def main():
     done = {(row["of"], row["fault"]) for row in record["rows"]}
     left = [(of, mutant) for of, mutant in faults if isinstance(mutant.plant, Edit) and (of, str(mutant)) not in done]
     random.Random(0).shuffle(left)  # so that a part tells of the whole
+    write_json(path, record)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as jobs:
         free = clones(folder)
 
