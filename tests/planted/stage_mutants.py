@@ -6,11 +6,9 @@ import functools
 import stage_probes as probes
 from matrix import Cell
 from planting import Mutant, read, replaced
-from reading import Scene
 from torch import nn
 from training import STAGES
 
-READS_A_VIEW = functools.partial(probes.reads_nothing_freed, Scene("of a view by a hook", "transposed", begins=1))
 SENDS_ALTERNATING_ONCE = functools.partial(probes.gradients_travel_once, "alternating")
 SENDS_TWO_FORWARDS_ONCE = functools.partial(probes.gradients_travel_once, "two forwards")
 

@@ -2,7 +2,6 @@
 
 from late_lanes import on_lane
 from planting import broken
-from reading import outcome
 from training import inputs, same_bits, small_engine
 from trap_models import CASES, loss
 
@@ -49,12 +48,6 @@ def no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=()):
 def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
     """If copies run late, and the host steps as early as allowed, a training ends with the baseline's bits."""
     return no_bit_depends_on_when_the_lane_runs(world, engine, folder, prompt=("host",))
-
-
-def reads_nothing_freed(scene, world, engine, folder):
-    """A backward that needs a weight that is freed, or gathered and not yet there, raises."""
-    with on_lane("late", world.rank):
-        return broken(reads=not outcome(world, engine, scene).startswith("wrong"))
 
 
 # ---- loss scale and overflow --------------------------------------------------------------------------------------
